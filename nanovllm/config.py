@@ -1,0 +1,107 @@
+"""Options of the engine: validated once, before anything is loaded."""
+
+from dataclasses import dataclass, fields
+from numbers import Integral, Real
+from typing import Any
+
+ATTENTION_BACKENDS = ("auto", "triton", "flash_attn", "torch")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+LOAD_FORMATS = ("auto", "dummy")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """What `LLM(model, **options)` accepts. `None` means "what suits the model and the machine".
+
+    Args:
+        model: a folder with a checkpoint, a `.gguf` file (or a folder holding one), or a Hub id.
+        max_num_batched_tokens: tokens that one step may process (default 16384, on a CPU 2048).
+        max_num_seqs: sequences that run at the same time (default 512, on a CPU 64).
+        max_model_len: longest sequence, prompt and completion together (default: the model's own window).
+        gpu_memory_utilization: share of the GPU memory free at start that the engine may use.
+        tensor_parallel_size: GPUs to split the model over. Only 1 in this version.
+        enforce_eager: run without CUDA graphs.
+        kvcache_block_size: tokens in one KV block, a multiple of 16 (default 16 with the `torch` backend, else 256).
+        num_kvcache_blocks: size of the KV pool in blocks (default: all the memory that is left).
+        enable_prefix_caching: reuse the KV of equal prefixes.
+        dtype: "auto" follows the checkpoint where the machine computes fast in it.
+        load_format: "dummy" gives random weights and needs no weight files.
+        device: "auto" takes the GPU when there is one, else the CPU.
+        attention_backend: "auto" is `triton` on a GPU and `torch` on a CPU.
+        seed: seed of every request (any integer of 64 bits).
+
+    Raises:
+        TypeError: an unknown option, or a value of the wrong type.
+        ValueError: a value out of range.
+    """
+
+    model: str
+    max_num_batched_tokens: int | None = None
+    max_num_seqs: int | None = None
+    max_model_len: int | None = None
+    gpu_memory_utilization: float = 0.9
+    tensor_parallel_size: int = 1
+    enforce_eager: bool = False
+    kvcache_block_size: int | None = None
+    num_kvcache_blocks: int | None = None
+    enable_prefix_caching: bool = True
+    dtype: str = "auto"
+    load_format: str = "auto"
+    device: str = "auto"
+    attention_backend: str = "auto"
+    seed: int = 0
+
+    @classmethod
+    def build(cls, model: Any, options: dict[str, Any]) -> "Config":
+        """Config from what a user gave, naming an unknown option together with the known ones."""
+        known = [field.name for field in fields(cls) if field.name != "model"]
+        unknown = sorted(set(options) - set(known))
+        if unknown:
+            raise TypeError(f"unknown LLM option {', '.join(map(repr, unknown))}; options are {', '.join(known)}")
+        return cls(model=model, **options)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, str) and not hasattr(self.model, "__fspath__"):
+            raise TypeError(f"model must be a path or a Hub id, got {self.model!r}")
+        object.__setattr__(self, "model", str(self.model))
+        for name in ("max_num_batched_tokens", "max_num_seqs", "max_model_len", "num_kvcache_blocks"):
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name), 1)
+        _check_int("tensor_parallel_size", self.tensor_parallel_size, 1)
+        _check_int("seed", self.seed, -(2**63), 2**63 - 1)
+        for name in ("enforce_eager", "enable_prefix_caching"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        _check_choice("dtype", self.dtype, DTYPES)
+        _check_choice("load_format", self.load_format, LOAD_FORMATS)
+        _check_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
+        self._check_memory()
+        if self.tensor_parallel_size > 1:
+            raise ValueError(f"tensor_parallel_size must be 1 in this version, got {self.tensor_parallel_size}")
+        if self.max_num_batched_tokens and self.max_num_seqs and self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
+                f"({self.max_num_seqs}), since every running sequence gets one token a step"
+            )
+
+    def _check_memory(self) -> None:
+        if isinstance(self.gpu_memory_utilization, bool) or not isinstance(self.gpu_memory_utilization, Real):
+            raise TypeError(f"gpu_memory_utilization must be a number, got {self.gpu_memory_utilization!r}")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
+        if self.kvcache_block_size is not None:
+            _check_int("kvcache_block_size", self.kvcache_block_size, 16)
+            if self.kvcache_block_size % 16:
+                raise ValueError(f"kvcache_block_size must be a multiple of 16, got {self.kvcache_block_size}")
+
+
+def _check_int(name: str, value: object, low: int, high: int = 2**31 - 1) -> None:
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name} must be an integer, got {value!r}")
+    if not low <= value <= high:
+        raise ValueError(f"{name} must be between {low} and {high}, got {value}")
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")

@@ -1,0 +1,232 @@
+"""Who computes how many tokens in the next step.
+
+There are no prefill and decode phases: a sequence has `num_tokens` and `num_computed_tokens`, and a step
+computes some of the difference. Decode is "1 left", prefill is "many left", a chunk is "some of many".
+
+Order within the token budget: running sequences with one token left (so that nobody who is generating
+waits for a long prompt), running ones in the middle of their prompt, then waiting ones, each in order of
+arrival. An admitted sequence owns the blocks of all its tokens at once, so only decodes need new blocks later.
+When there are none, the running sequence that arrived last gives its blocks up and waits again, with its
+tokens. The oldest one is never preempted, and no sequence is admitted with a length limit beyond the whole
+pool, so the engine always makes progress.
+
+Steps may overlap: `schedule` for step N+1 may run before `postprocess` for step N.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.sequence import Sequence, Status
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduled:
+    """Positions `start .. start + num_tokens` of `seq` in one step; `samples` when the next token is drawn."""
+
+    seq: Sequence
+    start: int
+    num_tokens: int
+    samples: bool
+    epoch: int  # seq.num_preemptions at that time: blocks written under an older one are gone
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step. `admitted` sequences are new to their row."""
+
+    items: list[Scheduled]
+    admitted: list[Sequence]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(item.num_tokens for item in self.items)
+
+    @property
+    def num_decode_tokens(self) -> int:
+        return sum(item.num_tokens == 1 and item.samples for item in self.items)
+
+
+class Scheduler:
+    """Owns the waiting and running sequences and the block manager.
+
+    Args:
+        block_manager: the KV pool.
+        max_num_seqs: sequences running at the same time (also the number of device rows).
+        max_num_batched_tokens: tokens in one step, at least `max_num_seqs`.
+        eos_token_ids: ids that end a sequence unless it ignores them.
+    """
+
+    def __init__(
+        self,
+        block_manager: BlockManager,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        eos_token_ids: frozenset[int],
+    ):
+        self.block_manager = block_manager
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.eos_token_ids = eos_token_ids
+        self.waiting: deque[Sequence] = deque()  # in order of arrival
+        self.running: list[Sequence] = []  # in order of arrival
+        self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+
+    def add(self, seq: Sequence) -> None:
+        self.waiting.append(seq)
+
+    def is_finished(self) -> bool:
+        return not self.waiting and not self.running
+
+    def schedule(self) -> Batch:
+        """Choose the next step's tokens and give them their blocks. Empty when nothing can run before `postprocess`."""
+        num_preempted = 0
+        items: list[Scheduled] = []
+        for seq in list(self.running):
+            if seq.status is Status.RUNNING and self._is_decoding(seq):
+                num_preempted += self._make_room(seq)
+                if seq.status is Status.RUNNING:
+                    self.block_manager.extend(seq, seq.num_tokens)
+                    items.append(self._take(seq, 1))
+        budget = self.max_num_batched_tokens - len(items)
+        for seq in self.running:
+            if budget and seq.num_uncomputed_tokens > 1:
+                items.append(self._take(seq, min(seq.num_uncomputed_tokens, budget)))
+                budget -= items[-1].num_tokens
+        # Whoever was just preempted must not be back in the same step.
+        admitted = [] if num_preempted else self._admit(budget, items)
+        return Batch(items, admitted)
+
+    def postprocess(self, batch: Batch, token_ids: list[int]) -> list[Sequence]:
+        """Take in the results of a step; return the sequences that it finished.
+
+        Args:
+            batch: a step, in the order in which steps were scheduled.
+            token_ids: the token sampled for each item of `batch` (any value where it does not sample).
+        """
+        finished: list[Sequence] = []
+        for item, token_id in zip(batch.items, token_ids, strict=True):
+            seq = item.seq
+            if seq.status is Status.FINISHED:
+                continue  # ended or aborted while this step was in flight: its result is dropped
+            if item.samples:
+                seq.num_pending_tokens -= 1
+                seq.token_ids.append(token_id)
+            if seq.num_preemptions == item.epoch:
+                self.block_manager.publish(seq, item.end)
+            reason = self._finish_reason(seq) if item.samples else None
+            if reason is not None:
+                self.finish(seq, reason)
+                finished.append(seq)
+        return finished
+
+    def finish(self, seq: Sequence, reason: str) -> None:
+        """End a waiting or running sequence and take back what it holds."""
+        if seq.status is Status.RUNNING:
+            self.running.remove(seq)
+            self._release(seq)
+        else:
+            self.waiting.remove(seq)
+        seq.status = Status.FINISHED
+        seq.finish_reason = reason
+
+    def _is_decoding(self, seq: Sequence) -> bool:
+        return seq.num_uncomputed_tokens == 1 and not seq.at_max_len
+
+    def _take(self, seq: Sequence, num_tokens: int) -> Scheduled:
+        start = seq.num_computed_tokens
+        seq.num_computed_tokens += num_tokens
+        samples = seq.num_computed_tokens == seq.num_tokens
+        seq.num_pending_tokens += samples
+        return Scheduled(seq, start, num_tokens, samples, seq.num_preemptions)
+
+    def _make_room(self, seq: Sequence) -> int:
+        """Preempt from the newest on until `seq` can grow to `num_tokens`, itself in the end; return how many."""
+        num_preempted = 0
+        needed = self.block_manager.num_blocks_to_extend(seq, seq.num_tokens)
+        while needed > self.block_manager.num_free_blocks:
+            victim = self.running[-1]
+            self._preempt(victim)
+            num_preempted += 1
+            if victim is seq:
+                break
+        return num_preempted
+
+    def _preempt(self, seq: Sequence) -> None:
+        assert self.running[-1] is seq
+        assert len(self.running) > 1, "a length limit beyond the pool was admitted"
+        self.running.pop()
+        self._release(seq)
+        seq.num_preemptions += 1
+        seq.status = Status.WAITING
+        self.waiting.appendleft(seq)
+
+    def _release(self, seq: Sequence) -> None:
+        self.block_manager.free(seq)
+        self._free_rows.append(seq.row)
+        seq.row = -1
+
+    def _admit(self, budget: int, items: list[Scheduled]) -> list[Sequence]:
+        """Start waiting sequences, in order, as long as there is a row, budget and memory; add their first chunks."""
+        admitted: list[Sequence] = []
+        put_off: list[Sequence] = []
+        being_computed: set[bytes] | None = None
+        while self.waiting and self._free_rows and budget:
+            seq = self.waiting[0]
+            if seq.num_pending_tokens:
+                break  # preempted with a token in flight: its value is needed first
+            prefix = self.block_manager.find_prefix(seq)
+            if being_computed is None:
+                being_computed = {key for other in self.running for key in self._unpublished_keys(other)}
+            if self._next_key(seq, len(prefix)) in being_computed:
+                put_off.append(self.waiting.popleft())  # a running sequence is about to publish what it needs
+                continue
+            if not self._fits(seq, prefix):
+                break
+            self.waiting.popleft()
+            self._start(seq, prefix)
+            being_computed.update(self._unpublished_keys(seq))
+            admitted.append(seq)
+            items.append(self._take(seq, min(seq.num_uncomputed_tokens, budget)))
+            budget -= items[-1].num_tokens
+        self.waiting.extendleft(reversed(put_off))
+        return admitted
+
+    def _fits(self, seq: Sequence, prefix: list[int]) -> bool:
+        blocks = self.block_manager
+        reserve = blocks.num_blocks // 100 if self.running else 0  # room to grow, against thrashing
+        return blocks.num_blocks_needed(seq, prefix) + reserve <= blocks.num_free_blocks
+
+    def _start(self, seq: Sequence, prefix: list[int]) -> None:
+        self.block_manager.allocate(seq, prefix)
+        if not seq.num_preemptions:
+            seq.num_cached_tokens = seq.num_computed_tokens
+        seq.row = self._free_rows.pop()
+        seq.status = Status.RUNNING
+        position = len(self.running)
+        while position and self.running[position - 1].seq_id > seq.seq_id:
+            position -= 1  # a preempted sequence takes its old place again
+        self.running.insert(position, seq)
+
+    def _unpublished_keys(self, seq: Sequence) -> list[bytes]:
+        """Chain keys of the full blocks of known tokens that a running sequence is still to publish."""
+        blocks = self.block_manager
+        num_full = len(seq.token_ids) // blocks.block_size
+        if not blocks.enable_prefix_caching or num_full <= seq.num_published_blocks:
+            return []
+        return [key for key, _ in blocks.chain(seq, num_full)[seq.num_published_blocks :]]
+
+    def _next_key(self, seq: Sequence, num_cached_blocks: int) -> bytes | None:
+        blocks = self.block_manager
+        if not blocks.enable_prefix_caching or num_cached_blocks == blocks.num_matchable_blocks(seq):
+            return None
+        return blocks.chain(seq, num_cached_blocks + 1)[num_cached_blocks][0]
+
+    def _finish_reason(self, seq: Sequence) -> str | None:
+        if seq.token_ids[-1] in self.eos_token_ids and not seq.params.ignore_eos:
+            return "stop"
+        return "length" if len(seq.token_ids) >= seq.max_len else None

@@ -1,0 +1,138 @@
+"""A step on its way to the device: host arrays packed in one buffer, then views of one device buffer.
+
+`StepInput` is all that a rank needs to know about a step; ranks keep the block tables and sampling
+parameters of running sequences in `RowState` and receive only changes.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from nanovllm.engine.scheduler import Batch
+from nanovllm.engine.sequence import Sequence
+
+ON_DEVICE = -1  # in `token_ids`: the row's last sampled token, whose value the host need not know
+
+
+@dataclass(frozen=True)
+class StepInput:
+    """One step as host arrays, all int32. S sequences, T tokens, U block-table changes, A rows with new parameters."""
+
+    rows: np.ndarray  # [S]
+    starts: np.ndarray  # [S] position of the first token of each sequence in this step
+    lengths: np.ndarray  # [S] tokens of each sequence in this step
+    token_ids: np.ndarray  # [T]
+    samples: np.ndarray  # [S] 1 where the next token is drawn
+    table_changes: np.ndarray  # [3, U] row, column, block
+    row_params: np.ndarray  # [5, A] row, temperature and top_p (float32 bits), seed low and high 32 bits
+    any_filtered: bool  # some sampling row has top_p < 1
+
+    @property
+    def is_decode(self) -> bool:
+        """One token for each sequence, every one sampling."""
+        return len(self.token_ids) == len(self.rows) and bool(self.samples.all())
+
+
+class StepBuilder:
+    """Turns batches into `StepInput`s; remembers how much of each row's block table the device knows."""
+
+    def __init__(self, max_num_seqs: int):
+        self._num_sent_blocks = [0] * max_num_seqs
+
+    def build(self, batch: Batch) -> StepInput:
+        items = batch.items
+        for seq in batch.admitted:
+            self._num_sent_blocks[seq.row] = 0
+        return StepInput(
+            rows=np.array([item.seq.row for item in items], dtype=np.int32),
+            starts=np.array([item.start for item in items], dtype=np.int32),
+            lengths=np.array([item.num_tokens for item in items], dtype=np.int32),
+            token_ids=self._token_ids(batch),
+            samples=np.array([item.samples for item in items], dtype=np.int32),
+            table_changes=self._table_changes(batch),
+            row_params=np.array([_row_params(seq) for seq in batch.admitted], dtype=np.int32).reshape(-1, 5).T,
+            any_filtered=any(item.samples and item.seq.params.top_p < 1 for item in items),
+        )
+
+    def _token_ids(self, batch: Batch) -> np.ndarray:
+        ids: list[int] = []
+        for item in batch.items:
+            known = item.seq.token_ids
+            if item.num_tokens == 1:
+                ids.append(known[item.start] if item.start < len(known) else ON_DEVICE)
+            else:
+                ids.extend(known[item.start : item.end])
+        return np.array(ids, dtype=np.int32)
+
+    def _table_changes(self, batch: Batch) -> np.ndarray:
+        changes: list[tuple[int, int, int]] = []
+        for item in batch.items:
+            row, table = item.seq.row, item.seq.block_table
+            sent = self._num_sent_blocks[row]
+            if sent != len(table):
+                changes.extend((row, column, table[column]) for column in range(sent, len(table)))
+                self._num_sent_blocks[row] = len(table)
+        return np.array(changes, dtype=np.int32).reshape(-1, 3).T
+
+
+def _row_params(seq: Sequence) -> tuple[int, ...]:
+    params = seq.params
+    floats = np.array([params.temperature, params.top_p], dtype=np.float32).view(np.int32)
+    seed = np.array([seq.seed], dtype=np.int64).view(np.int32)
+    return seq.row, int(floats[0]), int(floats[1]), int(seed[0]), int(seed[1])
+
+
+@dataclass
+class RowState:
+    """Device state of the running sequences, one row each, and one row more for padding.
+
+    The padding row's table names the block that nobody owns, so that padded rows of a graph write there.
+    """
+
+    last_tokens: torch.Tensor  # [num_rows + 1] int64
+    block_tables: torch.Tensor  # [num_rows + 1, max_blocks] int32
+    temperatures: torch.Tensor  # [num_rows + 1] float32
+    top_ps: torch.Tensor  # [num_rows + 1] float32
+    seeds: torch.Tensor  # [num_rows + 1] int64
+
+    @classmethod
+    def allocate(cls, num_rows: int, max_blocks: int, padding_block: int, device: torch.device) -> "RowState":
+        tables = torch.full((num_rows + 1, max_blocks), padding_block, dtype=torch.int32, device=device)
+        return cls(
+            last_tokens=torch.zeros(num_rows + 1, dtype=torch.int64, device=device),
+            block_tables=tables,
+            temperatures=torch.zeros(num_rows + 1, device=device),
+            top_ps=torch.ones(num_rows + 1, device=device),
+            seeds=torch.zeros(num_rows + 1, dtype=torch.int64, device=device),
+        )
+
+    @property
+    def padding_row(self) -> int:
+        return self.last_tokens.shape[0] - 1
+
+    def apply(self, table_changes: torch.Tensor, row_params: torch.Tensor) -> None:
+        """Take in a step's changes: [3, U] and [5, A] int32, on the device."""
+        if table_changes.numel():
+            rows, columns, blocks = table_changes
+            self.block_tables[rows.long(), columns.long()] = blocks
+        if row_params.numel():
+            rows = row_params[0].long()
+            self.temperatures[rows] = row_params[1].view(torch.float32)
+            self.top_ps[rows] = row_params[2].view(torch.float32)
+            self.seeds[rows] = (row_params[4].long() << 32) | (row_params[3].long() & 0xFFFFFFFF)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step on the device: the argument that the model hands down to attention."""
+
+    positions: torch.Tensor  # [T] int64
+    slots: torch.Tensor  # [T] int32, where the KV of each token goes
+    rows: torch.Tensor  # [S] int32
+    cu_seqlens: torch.Tensor  # [S + 1] int32
+    context_lens: torch.Tensor  # [S] int32, length of each sequence after this step
+    block_tables: torch.Tensor  # [num_rows + 1, max_blocks] int32, indexed by row
+    max_seqlen: int  # largest number of tokens of one sequence
+    kv_cache: torch.Tensor  # [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim]
+    plan: object  # what the attention backend worked out for all layers

@@ -1,0 +1,190 @@
+"""Attention over paged KV, behind one interface. Here: the interface and the plain-torch backend.
+
+Writing KV is part of `Ops.norm_rope_store`; a backend reads K and V from the cache only, so that a first
+prefill, a later chunk and a prefix hit are one path.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+if TYPE_CHECKING:
+    from nanovllm.engine.step import Step, StepInput
+
+QUERY_TILE = 512  # queries of one prompt attended at once: bounds the mask's memory
+MAX_PADDING = 2.0  # decodes share a padded batch while the longest is at most so many times the shortest
+
+
+class AttentionBackend(Protocol):
+    """What the model needs from attention."""
+
+    name: str
+
+    def plan(self, inputs: "StepInput", block_tables: torch.Tensor, block_size: int, dtype: torch.dtype) -> object:
+        """Work out, once a step, what all layers need; the result arrives as `step.plan`.
+
+        Args:
+            inputs: the step on the host.
+            block_tables: [num_rows + 1, max_blocks] int32 on the device.
+            block_size: tokens in a block.
+            dtype: of queries and cache.
+        """
+        ...
+
+    def attend(
+        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, step: "Step", scale: float
+    ) -> torch.Tensor:
+        """Causal attention of q [T, num_q_heads, head_dim] over caches [num_blocks, block_size, num_kv_heads, head_dim].
+
+        Returns [T, num_q_heads, head_dim].
+        """
+        ...
+
+
+@dataclass
+class DecodeGroup:
+    """Decodes of similar length, padded to one; K and V are gathered into buffers that all layers reuse."""
+
+    tokens: torch.Tensor  # [n] which tokens of the step these are
+    blocks: torch.Tensor  # [n * max_blocks] blocks of each, one after the other
+    mask: torch.Tensor  # [n, 1, 1, max_blocks * block_size] added to the scores: 0 or -inf
+    covers_step: bool  # the group is the whole step, in order
+    buffers: tuple[torch.Tensor, torch.Tensor] | None = None
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A sequence with several tokens in this step."""
+
+    first: int  # its first token in the step
+    num_tokens: int
+    blocks: torch.Tensor  # [blocks of the whole context]
+    context_len: int
+
+
+@dataclass(frozen=True)
+class TorchPlan:
+    decodes: list[DecodeGroup]
+    prompts: list[Prompt]
+
+
+class TorchAttention:
+    """Gathers the blocks of each sequence and calls `scaled_dot_product_attention`: the CPU's path and the reference."""
+
+    name = "torch"
+
+    def plan(self, inputs: "StepInput", block_tables: torch.Tensor, block_size: int, dtype: torch.dtype) -> TorchPlan:
+        context_lens = inputs.starts + inputs.lengths
+        firsts = np.cumsum(inputs.lengths) - inputs.lengths
+        num_blocks = -(-context_lens // block_size)
+        prompts = [
+            Prompt(
+                int(firsts[i]),
+                int(inputs.lengths[i]),
+                block_tables[int(inputs.rows[i]), : int(num_blocks[i])].long(),
+                int(context_lens[i]),
+            )
+            for i in np.flatnonzero(inputs.lengths > 1)
+        ]
+        decodes = np.flatnonzero(inputs.lengths == 1)
+        decodes = decodes[np.argsort(num_blocks[decodes], kind="stable")]
+        groups = []
+        while len(decodes):
+            n = int(np.searchsorted(num_blocks[decodes], MAX_PADDING * num_blocks[decodes[0]], side="right"))
+            groups.append(
+                _decode_group(inputs, np.sort(decodes[:n]), firsts, context_lens, block_tables, block_size, dtype)
+            )
+            decodes = decodes[n:]
+        return TorchPlan(groups, prompts)
+
+    def attend(
+        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, step: "Step", scale: float
+    ) -> torch.Tensor:
+        plan = step.plan
+        assert isinstance(plan, TorchPlan)
+        if len(plan.decodes) == 1 and plan.decodes[0].covers_step:
+            return _attend_decodes(q, k_cache, v_cache, plan.decodes[0], scale)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        for group in plan.decodes:
+            out[group.tokens] = _attend_decodes(q[group.tokens], k_cache, v_cache, group, scale)
+        for prompt in plan.prompts:
+            tokens = slice(prompt.first, prompt.first + prompt.num_tokens)
+            _attend_prompt(q[tokens], k_cache, v_cache, prompt, scale, out[tokens])
+        return out
+
+
+def _decode_group(
+    inputs: "StepInput",
+    chosen: np.ndarray,
+    firsts: np.ndarray,
+    context_lens: np.ndarray,
+    block_tables: torch.Tensor,
+    block_size: int,
+    dtype: torch.dtype,
+) -> DecodeGroup:
+    device = block_tables.device
+    lens = torch.from_numpy(context_lens[chosen]).to(device)
+    max_blocks = -(-int(context_lens[chosen].max()) // block_size)
+    rows = torch.from_numpy(inputs.rows[chosen]).to(device).long()
+    tables = block_tables[rows, :max_blocks].long()
+    columns = torch.arange(max_blocks, device=device)
+    tables.masked_fill_(columns * block_size >= lens[:, None], 0)  # an unused column may hold anything
+    positions = torch.arange(max_blocks * block_size, device=device)
+    mask = torch.zeros(len(chosen), max_blocks * block_size, dtype=dtype, device=device)
+    mask.masked_fill_(positions >= lens[:, None], float("-inf"))
+    covers = len(chosen) == len(inputs.token_ids)
+    tokens = torch.from_numpy(firsts[chosen]).to(device).long()
+    return DecodeGroup(tokens, tables.flatten(), mask[:, None, None, :], covers)
+
+
+def _attend_decodes(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, group: DecodeGroup, scale: float
+) -> torch.Tensor:
+    n, num_q_heads, head_dim = q.shape
+    num_kv_heads = k_cache.shape[2]
+    if group.buffers is None:
+        shape = (group.blocks.numel(), *k_cache.shape[1:])
+        group.buffers = (k_cache.new_empty(shape), v_cache.new_empty(shape))
+    k, v = group.buffers
+    torch.index_select(k_cache, 0, group.blocks, out=k)
+    torch.index_select(v_cache, 0, group.blocks, out=v)
+    k = k.view(n, -1, num_kv_heads, head_dim).transpose(1, 2)
+    v = v.view(n, -1, num_kv_heads, head_dim).transpose(1, 2)
+    # The query heads that share a KV head stand where a prompt's queries would: K and V are read once for all.
+    q = q.reshape(n, num_kv_heads, num_q_heads // num_kv_heads, head_dim)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=group.mask, scale=scale)
+    return out.reshape(n, num_q_heads, head_dim)
+
+
+def _attend_prompt(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, prompt: Prompt, scale: float, out: torch.Tensor
+) -> None:
+    num_tokens, num_q_heads, head_dim = q.shape
+    num_kv_heads = k_cache.shape[2]
+    group = num_q_heads // num_kv_heads
+    k, v = (
+        cache[prompt.blocks].view(-1, num_kv_heads, head_dim)[: prompt.context_len].transpose(0, 1).unsqueeze(1)
+        for cache in (k_cache, v_cache)
+    )  # [num_kv_heads, 1, context_len, head_dim]
+    q = q.view(num_tokens, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
+    offset = prompt.context_len - num_tokens
+    for first in range(0, num_tokens, QUERY_TILE):
+        last = min(first + QUERY_TILE, num_tokens)
+        end = offset + last
+        keys = (k[:, :, :end].expand(-1, group, -1, -1), v[:, :, :end].expand(-1, group, -1, -1))
+        mask = None
+        if end > last - first:
+            mask = q.new_zeros(last - first, end)
+            mask[:, offset + first :].masked_fill_(_future(last - first, q.device), float("-inf"))
+        tile = F.scaled_dot_product_attention(
+            q[:, :, first:last], *keys, attn_mask=mask, is_causal=mask is None, scale=scale
+        )
+        out[first:last] = tile.permute(2, 0, 1, 3).reshape(last - first, num_q_heads, head_dim)
+
+
+def _future(size: int, device: torch.device) -> torch.Tensor:
+    """[size, size], True above the diagonal."""
+    return torch.ones(size, size, dtype=torch.bool, device=device).triu(1)

@@ -1,0 +1,23 @@
+"""RMS normalisation, alone or fused with the residual sum before it."""
+
+import torch
+from torch import nn
+
+from nanovllm.layers.ops import Ops
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight, over the last dimension (Zhang and Sennrich, 2019)."""
+
+    def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device, ops: Ops):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size, dtype=dtype, device=device), False)
+        self.eps = eps
+        self._ops = ops
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._ops.rms_norm(x, self.weight, self.eps)
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(norm(x + residual), x + residual)."""
+        return self._ops.add_rms_norm(x, residual, self.weight, self.eps)

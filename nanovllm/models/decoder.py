@@ -1,0 +1,180 @@
+"""The dense decoder that the families share: pre-norm attention and gated MLP on a residual stream.
+
+A family differs from another in `DecoderSpec`; what a checkpoint tensor is called follows from the module tree.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from nanovllm.engine.step import Step
+from nanovllm.layers.attention import AttentionBackend
+from nanovllm.layers.embed_head import Embedding, LMHead
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.linear import Linear
+from nanovllm.layers.ops import Ops
+from nanovllm.layers.rotary_embedding import build_cos_sin
+
+
+@dataclass(frozen=True)
+class DecoderSpec:
+    """Shapes and switches of a dense decoder."""
+
+    hf_config: Any
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    tie_word_embeddings: bool
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+
+    @classmethod
+    def from_config(cls, hf_config: Any, **switches: bool) -> "DecoderSpec":
+        """Spec from a transformers config.
+
+        Raises:
+            ValueError: a setting that would change the result and is not implemented.
+        """
+        activation = getattr(hf_config, "hidden_act", "silu")
+        if activation not in ("silu", "swish"):
+            raise ValueError(f"hidden_act {activation!r} is not supported, only 'silu'")
+        if getattr(hf_config, "quantization_config", None):
+            raise ValueError(f"quantised checkpoints are not supported: {hf_config.quantization_config}")
+        num_q_heads = hf_config.num_attention_heads
+        num_kv_heads = getattr(hf_config, "num_key_value_heads", None) or num_q_heads
+        if num_q_heads % num_kv_heads:
+            raise ValueError(f"num_attention_heads {num_q_heads} is not a multiple of {num_kv_heads} KV heads")
+        return cls(
+            hf_config=hf_config,
+            vocab_size=hf_config.vocab_size,
+            hidden_size=hf_config.hidden_size,
+            intermediate_size=hf_config.intermediate_size,
+            num_layers=hf_config.num_hidden_layers,
+            num_q_heads=num_q_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=getattr(hf_config, "head_dim", None) or hf_config.hidden_size // num_q_heads,
+            rms_norm_eps=hf_config.rms_norm_eps,
+            tie_word_embeddings=bool(getattr(hf_config, "tie_word_embeddings", False)),
+            **switches,
+        )
+
+
+@dataclass(frozen=True)
+class Build:
+    """Where and with what a model is built."""
+
+    dtype: torch.dtype
+    device: torch.device
+    ops: Ops
+    attention: AttentionBackend
+    max_model_len: int
+
+
+class Attention(nn.Module):
+    def __init__(self, spec: DecoderSpec, layer: int, build: Build, cos_sin: torch.Tensor):
+        super().__init__()
+        self.layer = layer
+        self.num_q_heads = spec.num_q_heads
+        self.eps = spec.rms_norm_eps
+        self.scale = spec.head_dim**-0.5
+        where = (build.dtype, build.device)
+        q_rows, kv_rows = spec.num_q_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        parts = {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows}
+        self.qkv_proj = Linear(spec.hidden_size, parts, spec.qkv_bias, *where)
+        self.o_proj = Linear(q_rows, {"o_proj": spec.hidden_size}, spec.o_bias, *where)
+        self.q_norm = RMSNorm(spec.head_dim, self.eps, *where, build.ops) if spec.qk_norm else None
+        self.k_norm = RMSNorm(spec.head_dim, self.eps, *where, build.ops) if spec.qk_norm else None
+        self._cos_sin = cos_sin
+        self._build = build
+
+    def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        k_cache, v_cache = step.kv_cache[self.layer]
+        q = self._build.ops.norm_rope_store(
+            self.qkv_proj(x),
+            step.positions,
+            step.slots,
+            self._cos_sin,
+            self.q_norm.weight if self.q_norm else None,
+            self.k_norm.weight if self.k_norm else None,
+            self.eps,
+            k_cache,
+            v_cache,
+            self.num_q_heads,
+        )
+        out = self._build.attention.attend(q, k_cache, v_cache, step, self.scale)
+        return self.o_proj(out.flatten(1))
+
+
+class MLP(nn.Module):
+    def __init__(self, spec: DecoderSpec, build: Build):
+        super().__init__()
+        parts = {"gate_proj": spec.intermediate_size, "up_proj": spec.intermediate_size}
+        where = (spec.mlp_bias, build.dtype, build.device)
+        self.gate_up_proj = Linear(spec.hidden_size, parts, *where)
+        self.down_proj = Linear(spec.intermediate_size, {"down_proj": spec.hidden_size}, *where)
+        self._silu_mul = build.ops.silu_mul
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self._silu_mul(self.gate_up_proj(x)))
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, spec: DecoderSpec, layer: int, build: Build, cos_sin: torch.Tensor):
+        super().__init__()
+        norm = (spec.hidden_size, spec.rms_norm_eps, build.dtype, build.device, build.ops)
+        self.input_layernorm = RMSNorm(*norm)
+        self.self_attn = Attention(spec, layer, build, cos_sin)
+        self.post_attention_layernorm = RMSNorm(*norm)
+        self.mlp = MLP(spec, build)
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+        """`x` is the last sublayer's output, not yet added to `residual` (None in the first layer)."""
+        if residual is None:
+            x, residual = self.input_layernorm(x), x
+        else:
+            x, residual = self.input_layernorm.add(x, residual)
+        x = self.self_attn(x, step)
+        x, residual = self.post_attention_layernorm.add(x, residual)
+        return self.mlp(x), residual
+
+
+class DecoderModel(nn.Module):
+    def __init__(self, spec: DecoderSpec, build: Build):
+        super().__init__()
+        where = (build.dtype, build.device)
+        cos_sin = build_cos_sin(spec.hf_config, spec.head_dim, build.max_model_len, build.device)
+        self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size, *where)
+        self.layers = nn.ModuleList(DecoderLayer(spec, i, build, cos_sin) for i in range(spec.num_layers))
+        self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, *where, build.ops)
+
+    def forward(self, input_ids: torch.Tensor, step: Step) -> torch.Tensor:
+        x, residual = self.embed_tokens(input_ids), None
+        for layer in self.layers:
+            x, residual = layer(x, residual, step)
+        return self.norm.add(x, residual)[0]
+
+
+class DecoderForCausalLM(nn.Module):
+    """Token ids [T] to hidden states [T, hidden_size], and chosen hidden states to logits."""
+
+    def __init__(self, spec: DecoderSpec, build: Build):
+        super().__init__()
+        self.spec = spec
+        self.model = DecoderModel(spec, build)
+        tied = self.model.embed_tokens if spec.tie_word_embeddings else None
+        self.lm_head = LMHead(spec.vocab_size, spec.hidden_size, build.dtype, build.device, tied)
+
+    def forward(self, input_ids: torch.Tensor, step: Step) -> torch.Tensor:
+        return self.model(input_ids, step)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.lm_head(hidden)

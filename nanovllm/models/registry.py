@@ -1,0 +1,28 @@
+"""From a checkpoint's `architectures` to the family that runs it."""
+
+from collections.abc import Callable
+from typing import Any
+
+from nanovllm.models.decoder import DecoderSpec
+from nanovllm.models.llama import llama_spec
+from nanovllm.models.qwen2 import qwen2_spec
+from nanovllm.models.qwen3 import qwen3_spec
+
+FAMILIES: dict[str, Callable[[Any], DecoderSpec]] = {
+    "LlamaForCausalLM": llama_spec,
+    "Qwen2ForCausalLM": qwen2_spec,
+    "Qwen3ForCausalLM": qwen3_spec,
+}
+
+
+def model_spec(hf_config: Any) -> DecoderSpec:
+    """The decoder that a checkpoint's config describes.
+
+    Raises:
+        ValueError: an architecture or a setting that is not supported, by name.
+    """
+    architectures = getattr(hf_config, "architectures", None) or []
+    for name in architectures:
+        if name in FAMILIES:
+            return FAMILIES[name](hf_config)
+    raise ValueError(f"model architecture {architectures} is not supported; supported are {', '.join(FAMILIES)}")

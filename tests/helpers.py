@@ -1,0 +1,89 @@
+"""Small random models, and ways to look inside an engine."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+
+from nanovllm.engine.step import StepInput
+
+CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+VOCAB = 199  # prime, so that no padding to a round size hides
+
+
+def small_config(family: str, **changes):
+    """A config of two layers; `changes` overrides any field."""
+    fields = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 80,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+        "initializer_range": 0.15,
+    }
+    fields.update(changes)
+    if family == "qwen2":
+        del fields["head_dim"]  # its config has none: hidden_size / num_attention_heads
+    config = CONFIGS[family](**fields)
+    config.architectures = [CONFIGS[family].__name__.replace("Config", "ForCausalLM")]
+    return config
+
+
+def save_random_model(folder: Path, config, seed: int = 0, **save_options):
+    """Write a checkpoint of random float32 weights (norms and biases too); return the transformers model."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.copy_(torch.randn_like(parameter) * 0.2 + 1)
+    model.save_pretrained(folder, **save_options)
+    return model
+
+
+@torch.inference_mode()
+def reference_greedy(model, prompt: list[int], num_tokens: int) -> list[int]:
+    """transformers' own greedy completion of one prompt."""
+    out = model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        max_new_tokens=num_tokens,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return out[0, len(prompt) :].tolist()
+
+
+@torch.inference_mode()
+def engine_logits(llm, prompt: list[int]) -> torch.Tensor:
+    """Logits [len(prompt), vocab_size] of a prompt run in one step, in the engine's first blocks."""
+    runner = llm.model_runner
+    num_blocks = -(-len(prompt) // runner.block_size)
+    columns = np.arange(num_blocks, dtype=np.int32)
+    inputs = StepInput(
+        rows=np.zeros(1, np.int32),
+        starts=np.zeros(1, np.int32),
+        lengths=np.array([len(prompt)], np.int32),
+        token_ids=np.array(prompt, np.int32),
+        samples=np.ones(1, np.int32),
+        table_changes=np.stack([np.zeros_like(columns), columns, columns]),
+        row_params=np.zeros((5, 0), np.int32),
+        any_filtered=False,
+    )
+    changes = torch.from_numpy(inputs.table_changes).to(runner.device)
+    runner.rows.apply(changes, torch.zeros(5, 0, dtype=torch.int32, device=runner.device))
+    input_ids, step, _ = runner._prepare(inputs)
+    return runner.model.compute_logits(runner.model(input_ids, step)).float().cpu()
+
+
+def random_prompt(length: int, seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(0, VOCAB, length).tolist()
