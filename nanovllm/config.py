@@ -28,6 +28,7 @@ class Config:
         load_format: "dummy" gives random weights and needs no weight files.
         device: "auto" takes the GPU when there is one, else the CPU.
         attention_backend: "auto" is `triton` on a GPU and `torch` on a CPU.
+        overlap: prepare a step while the one before runs (default: on a GPU). The tokens are the same either way.
         seed: seed of every request (any integer of 64 bits).
 
     Raises:
@@ -49,6 +50,7 @@ class Config:
     load_format: str = "auto"
     device: str = "auto"
     attention_backend: str = "auto"
+    overlap: bool | None = None
     seed: int = 0
 
     @classmethod
@@ -72,6 +74,8 @@ class Config:
         for name in ("enforce_eager", "enable_prefix_caching"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if self.overlap not in (None, True, False):
+            raise TypeError(f"overlap must be True, False or None, got {self.overlap!r}")
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("load_format", self.load_format, LOAD_FORMATS)
         _check_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
@@ -98,7 +102,7 @@ class Config:
 def _check_int(name: str, value: object, low: int, high: int = 2**31 - 1) -> None:
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name} must be an integer, got {value!r}")
-    if not low <= value <= high:
+    if not low <= int(value) <= high:
         raise ValueError(f"{name} must be between {low} and {high}, got {value}")
 
 

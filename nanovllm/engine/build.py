@@ -2,25 +2,32 @@
 
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
 
 from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.graph_runner import graph_batch_sizes
+from nanovllm.engine.memory import (
+    allocate_kv_cache,
+    cpu_pool_blocks,
+    free_gpu_bytes,
+    kv_bytes_per_block,
+    measure_gpu_memory,
+)
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.layers.attention import AttentionBackend, TorchAttention
-from nanovllm.layers.ops import Ops, torch_ops
+from nanovllm.layers.flash_attention import FlashAttention
+from nanovllm.layers.ops import Ops, torch_ops, triton_ops
 from nanovllm.models.decoder import Build, DecoderForCausalLM, DecoderSpec
 from nanovllm.models.registry import model_spec
 from nanovllm.utils.checkpoint import Checkpoint, open_checkpoint
-from nanovllm.utils.loader import fill_with_random_weights, load_weights, pack_linears
+from nanovllm.utils.loader import fill_with_random_weights, is_packed, load_weights, pack_linears
 
 logger = logging.getLogger("nanovllm")
-
-CPU_KV_SHARE = 0.25  # of the available memory, for the KV pool
 
 
 @dataclass(frozen=True)
@@ -32,6 +39,7 @@ class EngineParts:
     max_model_len: int
     model_runner: ModelRunner
     scheduler: Scheduler
+    overlap: bool
 
 
 def build_engine_parts(config: Config) -> EngineParts:
@@ -40,35 +48,54 @@ def build_engine_parts(config: Config) -> EngineParts:
     hf_config = checkpoint.config()
     spec = model_spec(hf_config)
     device = choose_device(config.device)
+    free_at_start = free_gpu_bytes(device) if device.type == "cuda" else 0
+    limits = choose_limits(config, hf_config, device)
     dtype = choose_dtype(config.dtype, hf_config, device)
-    max_model_len = choose_max_model_len(config.max_model_len, hf_config)
-    max_num_seqs, max_num_batched_tokens = choose_step_limits(config, device)
-    ops, attention = choose_backend(config.attention_backend, device)
-    block_size = config.kvcache_block_size or 16
-    model = DecoderForCausalLM(spec, Build(dtype, device, ops, attention, max_model_len))
-    packed = load_model(model, config, checkpoint)
-    num_blocks = config.num_kvcache_blocks or cpu_pool_blocks(spec, dtype, block_size, max_num_seqs, max_model_len)
-    kv_cache = allocate_kv_cache(spec, num_blocks, block_size, dtype, device)
+    ops, attention = choose_backend(config.attention_backend, device, dtype, spec, limits.max_num_seqs)
+    block_size = choose_block_size(config.kvcache_block_size, attention)
+    model = load_model(spec, Build(dtype, device, ops, attention, limits.max_model_len), config, checkpoint)
+
+    def runner_for(num_blocks: int) -> ModelRunner:
+        kv_cache = allocate_kv_cache(spec, num_blocks, block_size, dtype, device)
+        return ModelRunner(model, ops, attention, kv_cache, *astuple(limits))
+
+    use_graphs = device.type == "cuda" and attention.graphs and not config.enforce_eager
+    block_bytes = kv_bytes_per_block(spec, dtype, block_size)
+    if device.type == "cuda":
+        memory = measure_gpu_memory(
+            runner_for(1), free_at_start, config.gpu_memory_utilization, limits.max_num_batched_tokens, use_graphs
+        )
+        logger.info("%s", memory.describe())
+        num_blocks = memory.blocks(block_bytes, config.num_kvcache_blocks)
+    else:
+        num_blocks = config.num_kvcache_blocks or cpu_pool_blocks(
+            block_bytes, block_size, limits.max_num_seqs, limits.max_model_len
+        )
+    runner = runner_for(num_blocks)
+    if use_graphs:
+        runner.capture_graphs(graph_batch_sizes(limits.max_num_seqs))
     logger.info(
-        "%s on %s in %s, attention backend %s%s, %d KV blocks of %d tokens, up to %d sequences of %d tokens",
-        type(hf_config).__name__,
+        "%s on %s in %s, attention backend %s, %s, %d KV blocks of %d tokens, up to %d sequences of %d tokens",
+        hf_config.architectures[0],
         device,
         str(dtype).removeprefix("torch."),
         attention.name,
-        ", packed oneDNN linears" if packed else "",
+        "CUDA graphs" if use_graphs else "packed oneDNN linears" if is_packed(model) else "no CUDA graphs",
         num_blocks,
         block_size,
-        max_num_seqs,
-        max_model_len,
+        limits.max_num_seqs,
+        limits.max_model_len,
     )
-    blocks = BlockManager(num_blocks, block_size, config.enable_prefix_caching)
     tokenizer = checkpoint.tokenizer()
+    blocks = BlockManager(num_blocks, block_size, config.enable_prefix_caching)
+    eos = eos_token_ids(checkpoint, tokenizer)
     return EngineParts(
         tokenizer=tokenizer,
         vocab_size=spec.vocab_size,
-        max_model_len=max_model_len,
-        model_runner=ModelRunner(model, ops, attention, kv_cache, max_num_seqs, max_model_len),
-        scheduler=Scheduler(blocks, max_num_seqs, max_num_batched_tokens, eos_token_ids(checkpoint, tokenizer)),
+        max_model_len=limits.max_model_len,
+        model_runner=runner,
+        scheduler=Scheduler(blocks, limits.max_num_seqs, limits.max_num_batched_tokens, eos),
+        overlap=device.type == "cuda" if config.overlap is None else config.overlap,
     )
 
 
@@ -108,35 +135,77 @@ def _cpu_is_fast_in_16_bits(dtype: torch.dtype) -> bool:
     return dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()
 
 
-def choose_max_model_len(asked: int | None, hf_config: Any) -> int:
+@dataclass(frozen=True)
+class Limits:
+    """In the order in which `ModelRunner` takes them."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+
+
+def choose_limits(config: Config, hf_config: Any, device: torch.device) -> Limits:
+    """Limits from the config; a default gives way to another value where that one was set."""
+    on_cpu = device.type == "cpu"
+    tokens = config.max_num_batched_tokens or max(2048 if on_cpu else 16384, config.max_num_seqs or 0)
+    max_num_seqs = config.max_num_seqs or min(64 if on_cpu else 512, tokens)
     window = hf_config.max_position_embeddings
+    asked = config.max_model_len
     if asked is not None and asked > window:
         raise ValueError(f"max_model_len {asked} exceeds the model's window of {window} tokens")
     if (asked or window) < 2:
         raise ValueError(f"max_model_len must be at least 2 (one prompt token, one generated), got {asked or window}")
-    return asked or window
+    return Limits(max_num_seqs, tokens, asked or window)
 
 
-def choose_step_limits(config: Config, device: torch.device) -> tuple[int, int]:
-    """(max_num_seqs, max_num_batched_tokens): a default gives way to the other value where that one was set."""
-    on_cpu = device.type == "cpu"
-    tokens = config.max_num_batched_tokens or max(2048 if on_cpu else 16384, config.max_num_seqs or 0)
-    return config.max_num_seqs or min(64 if on_cpu else 512, tokens), tokens
+def choose_backend(
+    name: str, device: torch.device, dtype: torch.dtype, spec: DecoderSpec, max_num_seqs: int
+) -> tuple[Ops, AttentionBackend]:
+    """Operations and attention for a backend name.
 
-
-def choose_backend(name: str, device: torch.device) -> tuple[Ops, AttentionBackend]:
-    if name in ("auto", "torch"):
+    Raises:
+        ValueError: a backend that the machine or the model cannot have, and why.
+    """
+    if name == "auto":
+        name = "triton" if device.type == "cuda" else "torch"
+    if name == "torch":
         return torch_ops(), TorchAttention()
-    raise ValueError(f"attention_backend {name!r} is not available in this version")
+    if device.type == "cpu" and not (name == "triton" and os.environ.get("TRITON_INTERPRET") == "1"):
+        raise ValueError(
+            f"attention_backend {name!r} needs a GPU; on a CPU use 'torch' (or TRITON_INTERPRET=1 to test 'triton')"
+        )
+    if name == "flash_attn":
+        return triton_ops(), FlashAttention(dtype, spec.head_dim)
+    from nanovllm.layers.triton_attention import TritonAttention
+
+    shape = (max_num_seqs, spec.num_q_heads, spec.num_kv_heads, spec.head_dim)
+    return triton_ops(), TritonAttention(*shape, device)
 
 
-def load_model(model: DecoderForCausalLM, config: Config, checkpoint: Checkpoint) -> bool:
-    """Fill the parameters; True when linear layers were repacked for the CPU."""
+def choose_block_size(asked: int | None, attention: AttentionBackend) -> int:
+    """16 where blocks are gathered one by one, else 256: few table entries, and whole tiles of keys in one block."""
+    if asked is None:
+        return 16 if attention.name == "torch" else 256
+    if asked % attention.block_multiple:
+        raise ValueError(
+            f"kvcache_block_size must be a multiple of {attention.block_multiple} for attention_backend "
+            f"{attention.name!r}, got {asked}"
+        )
+    return asked
+
+
+def load_model(spec: DecoderSpec, build: Build, config: Config, checkpoint: Checkpoint) -> DecoderForCausalLM:
+    """Build the model and fill its parameters."""
+    try:
+        model = DecoderForCausalLM(spec, build)
+    except torch.OutOfMemoryError as error:
+        raise ValueError(f"the model's weights do not fit the GPU's free memory: {error}") from error
     if config.load_format == "dummy":
         fill_with_random_weights(model, config.seed)
     else:
         load_weights(model, checkpoint.weights(), str(checkpoint.path))
-    return pack_linears(model)
+    pack_linears(model)
+    return model
 
 
 def eos_token_ids(checkpoint: Checkpoint, tokenizer: Any) -> frozenset[int]:
@@ -145,30 +214,3 @@ def eos_token_ids(checkpoint: Checkpoint, tokenizer: Any) -> frozenset[int]:
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         ids.add(tokenizer.eos_token_id)
     return frozenset(ids)
-
-
-def kv_bytes_per_block(spec: DecoderSpec, dtype: torch.dtype, block_size: int) -> int:
-    return 2 * spec.num_layers * block_size * spec.num_kv_heads * spec.head_dim * dtype.itemsize
-
-
-def cpu_pool_blocks(
-    spec: DecoderSpec, dtype: torch.dtype, block_size: int, max_num_seqs: int, max_model_len: int
-) -> int:
-    """Blocks for every sequence at full length, within a share of the memory that is available."""
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    affordable = int(available * CPU_KV_SHARE) // kv_bytes_per_block(spec, dtype, block_size)
-    blocks = min(affordable, max_num_seqs * -(-max_model_len // block_size))
-    if blocks < 1:
-        raise ValueError(f"{available / 2**30:.2f} GiB of free memory leave no room for a KV cache")
-    return blocks
-
-
-def allocate_kv_cache(
-    spec: DecoderSpec, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    """[num_layers, 2, num_blocks + 1, block_size, num_kv_heads, head_dim]; the last block is for padding.
-
-    Zeroed, because attention over a partly written block multiplies what is beyond its length by 0.
-    """
-    shape = (spec.num_layers, 2, num_blocks + 1, block_size, spec.num_kv_heads, spec.head_dim)
-    return torch.zeros(shape, dtype=dtype, device=device)

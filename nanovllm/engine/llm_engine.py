@@ -1,8 +1,9 @@
 """The engine: requests in, completions out."""
 
-import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence as Seq
+from collections import deque
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Seq
 from numbers import Integral
 from typing import Any
 
@@ -10,12 +11,11 @@ from tqdm.auto import tqdm
 
 from nanovllm.config import Config
 from nanovllm.engine.build import build_engine_parts
+from nanovllm.engine.model_runner import StepResult
 from nanovllm.engine.scheduler import Batch
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.engine.step import StepBuilder
 from nanovllm.sampling_params import SamplingParams
-
-logger = logging.getLogger("nanovllm")
 
 Prompt = str | Seq[int]
 Output = dict[str, Any]
@@ -41,6 +41,8 @@ class LLMEngine:
         self.model_runner = parts.model_runner
         self.scheduler = parts.scheduler
         self._step_builder = StepBuilder(self.scheduler.max_num_seqs)
+        self._max_in_flight = 1 if parts.overlap else 0  # steps whose tokens the next step does not wait for
+        self._in_flight: deque[tuple[Batch, StepResult]] = deque()
         self._next_seq_id = 0
         self._sequences: dict[int, Sequence] = {}  # unfinished ones
         self._unreported: list[Sequence] = []  # finished while `generate` ran for others
@@ -135,7 +137,7 @@ class LLMEngine:
         self._check_open()
         if not messages:
             raise ValueError("messages is empty")
-        conversations = [messages] if isinstance(messages[0], Mapping) else messages
+        conversations: Seq[Any] = [messages] if isinstance(messages[0], Mapping) else messages
         kwargs = dict(chat_template_kwargs or {})
         prompts = [self._render_chat(talk, i, kwargs) for i, talk in enumerate(conversations)]
         return self.generate(prompts, sampling_params, use_tqdm)
@@ -149,6 +151,7 @@ class LLMEngine:
         self._closed = True
         self._sequences.clear()
         self._unreported.clear()
+        self._in_flight.clear()
         del self.model_runner, self.scheduler
 
     def __enter__(self) -> "LLMEngine":
@@ -222,14 +225,32 @@ class LLMEngine:
         return seq_id
 
     def _step(self) -> tuple[list[Sequence], Batch]:
-        batch = self.scheduler.schedule()
-        if not batch.items:
-            return [], batch
-        result = self.model_runner.launch(self._step_builder.build(batch))
-        finished = self.scheduler.postprocess(batch, result.token_ids())
+        """Launch the next step, then take in the tokens of the oldest one in flight, if it is its turn."""
+        try:
+            batch = self.scheduler.schedule()
+            if batch.items:
+                self._in_flight.append((batch, self.model_runner.launch(self._step_builder.build(batch))))
+            finished: list[Sequence] = []
+            if self._in_flight and (not batch.items or len(self._in_flight) > self._max_in_flight):
+                done, result = self._in_flight.popleft()
+                finished = self.scheduler.postprocess(done, result.token_ids())
+        except BaseException:
+            self._recover()
+            raise
         for seq in finished:
             del self._sequences[seq.seq_id]
+        if self.scheduler.is_finished():
+            self._in_flight.clear()  # rows that ran on after an end-of-sequence token: nobody asks for those results
         return finished, batch
+
+    def _recover(self) -> None:
+        """After a step that broke off anywhere: all unfinished sequences wait again, with the tokens they have."""
+        self._in_flight.clear()
+        ended = [seq for seq in self._sequences.values() if seq.status is Status.FINISHED]
+        for seq in ended:
+            del self._sequences[seq.seq_id]
+        self._unreported += ended
+        self.scheduler.reset(list(self._sequences.values()))
 
     def _run(self, seqs: list[Sequence], use_tqdm: bool) -> None:
         """Step until all of `seqs` are finished; what else finishes waits for `step`."""
@@ -246,6 +267,8 @@ class LLMEngine:
         for seq in seqs:
             if self._sequences.pop(seq.seq_id, None) is not None:
                 self.scheduler.finish(seq, "abort")
+        mine = {seq.seq_id for seq in seqs}
+        self._unreported = [seq for seq in self._unreported if seq.seq_id not in mine]
 
     def _outputs(self, seqs: list[Sequence]) -> list[Output]:
         completions = [seq.completion_token_ids for seq in seqs]

@@ -4,12 +4,13 @@ What may enter `launch`: work that every step needs, in time that depends on the
 nothing that waits for the device. Values come back through `StepResult.token_ids`.
 """
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
+from nanovllm.engine.graph_runner import GraphRunner
+from nanovllm.engine.staging import PinnedStaging
 from nanovllm.engine.step import ON_DEVICE, RowState, Step, StepInput
 from nanovllm.layers.attention import AttentionBackend
 from nanovllm.layers.ops import Ops
@@ -23,14 +24,17 @@ class StepResult:
 
     samples: np.ndarray  # [S] 1 where the step drew a token
     tokens: torch.Tensor  # [number of ones in samples] int64, on the host once `ready`
-    ready: Any = None  # event that the copy to the host records, None when there is nothing to wait for
+    ready: torch.cuda.Event | None  # None when there is nothing to wait for
 
     def token_ids(self) -> list[int]:
         """[S] token ids, 0 where nothing was drawn. Waits for the device."""
         if self.ready is not None:
             self.ready.synchronize()
-        drawn = iter(self.tokens.tolist())
-        return [next(drawn) if samples else 0 for samples in self.samples.tolist()]
+        drawn = self.tokens.tolist()
+        if len(drawn) == len(self.samples):
+            return drawn
+        ids = iter(drawn)
+        return [next(ids) if samples else 0 for samples in self.samples.tolist()]
 
 
 class ModelRunner:
@@ -41,6 +45,7 @@ class ModelRunner:
         ops, attention: what the model was built with.
         kv_cache: [num_layers, 2, num_blocks + 1, block_size, num_kv_heads, head_dim]; the last block is for padding.
         max_num_seqs: number of rows.
+        max_num_batched_tokens: tokens in one step.
         max_model_len: tokens that a row's block table has to cover.
     """
 
@@ -51,6 +56,7 @@ class ModelRunner:
         attention: AttentionBackend,
         kv_cache: torch.Tensor,
         max_num_seqs: int,
+        max_num_batched_tokens: int,
         max_model_len: int,
     ):
         self.model = model
@@ -61,41 +67,107 @@ class ModelRunner:
         self.block_size = kv_cache.shape[3]
         max_blocks = -(-max_model_len // self.block_size)
         self.rows = RowState.allocate(max_num_seqs, max_blocks, kv_cache.shape[2] - 1, self.device)
+        self.graphs: GraphRunner | None = None
+        self._staging: PinnedStaging | None = None
+        if self.device.type == "cuda":
+            self._staging = PinnedStaging(self.device, max_num_seqs, 3 * max_num_batched_tokens + 16 * max_num_seqs)
+
+    @torch.inference_mode()
+    def capture_graphs(self, batch_sizes: list[int]) -> None:
+        """Record decode steps of these sizes; `launch` replays the smallest that fits a batch."""
+        self.graphs = GraphRunner(self, batch_sizes)
 
     @torch.inference_mode()
     def launch(self, inputs: StepInput) -> StepResult:
         """Start a step. On a GPU the work is queued on the current stream and this returns at once."""
-        table_changes, row_params = self._to_device(inputs.table_changes, inputs.row_params)
-        self.rows.apply(table_changes, row_params)
+        if self._staging is not None:
+            self._staging.begin()
+        if inputs.table_changes.size or inputs.row_params.size:
+            self.rows.apply(*self._to_device(inputs.table_changes, inputs.row_params))
+        if self.graphs is not None and inputs.is_decode and self.graphs.fits(len(inputs.rows)):
+            tokens = self._replay(inputs, self.graphs)
+        else:
+            tokens = self._run_eagerly(inputs)
+        if self._staging is None:
+            return StepResult(inputs.samples, tokens, None)
+        return StepResult(inputs.samples, *self._staging.fetch(tokens))
+
+    def decode_step(self, rows: torch.Tensor, context_lens: torch.Tensor) -> tuple[torch.Tensor, Step]:
+        """(token ids, step) of a decode that only the device knows: rows and lengths after it, both [S] int32."""
+        index = rows.long()
+        positions = context_lens.long() - 1
+        tables = self.rows.block_tables
+        slots = tables[index, positions // self.block_size] * self.block_size + positions % self.block_size
+        step = Step(
+            positions=positions,
+            slots=slots.int(),
+            rows=rows,
+            cu_seqlens=torch.empty(0, dtype=torch.int32, device=self.device),  # only prompts need it
+            context_lens=context_lens,
+            block_tables=tables,
+            max_seqlen=1,
+            kv_cache=self.kv_cache,
+            plan=self.attention.plan_decodes(rows, context_lens, tables),
+        )
+        return self.rows.last_tokens[index], step
+
+    def draw(self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, filtered: bool) -> torch.Tensor:
+        """Sample one token a row and remember it as the row's last.
+
+        Args:
+            logits: [n, vocab_size].
+            rows: [n] int64, rows of the sequences.
+            positions: [n] int64, places of the drawn tokens.
+            filtered: whether some row has top_p < 1.
+        """
+        state = self.rows
+        top_ps = state.top_ps[rows] if filtered else None
+        tokens = sample(self.ops, logits, state.temperatures[rows], top_ps, state.seeds[rows], positions)
+        state.last_tokens[rows] = tokens
+        return tokens
+
+    def _replay(self, inputs: StepInput, graphs: GraphRunner) -> torch.Tensor:
+        assert self._staging is not None
+        n = len(inputs.rows)
+        host, device = graphs.inputs_for(inputs.rows, inputs.starts + 1)
+        self._staging.copy_into(host, device)
+        tokens, logits = graphs.replay(n)
+        if inputs.any_filtered:  # the graph drew from unfiltered logits: draw again
+            rows, context_lens = device[0, :n].long(), device[1, :n].long()
+            tokens = self.draw(logits, rows, context_lens, filtered=True)
+        return tokens
+
+    def _run_eagerly(self, inputs: StepInput) -> torch.Tensor:
         input_ids, step, last = self._prepare(inputs)
         hidden = self.model(input_ids, step)
-        tokens = self._sample(hidden, inputs, step, last)
-        return StepResult(inputs.samples, tokens)
+        if not len(last):
+            return torch.empty(0, dtype=torch.int64, device=self.device)
+        if len(last) != len(hidden):
+            hidden = hidden[last]  # the head only sees rows that sample
+        rows = step.rows
+        if len(last) != len(rows):
+            rows = self._to_device(inputs.rows[inputs.samples.astype(bool)])[0]
+        logits = self.model.compute_logits(hidden)
+        return self.draw(logits, rows.long(), step.positions[last] + 1, inputs.any_filtered)
 
     def _prepare(self, inputs: StepInput) -> tuple[torch.Tensor, Step, torch.Tensor]:
         """(token ids [T], the step, index of each sampling sequence's last token)."""
         lengths = inputs.lengths
         cu_seqlens = np.zeros(len(lengths) + 1, dtype=np.int32)
         np.cumsum(lengths, out=cu_seqlens[1:])
-        token_rows_np = np.repeat(inputs.rows, lengths)
-        positions_np = np.arange(len(inputs.token_ids), dtype=np.int32) + np.repeat(
-            inputs.starts - cu_seqlens[:-1], lengths
-        )
-        sampling = np.flatnonzero(inputs.samples)
+        offsets = np.repeat(inputs.starts - cu_seqlens[:-1], lengths)
         token_ids, positions, token_rows, rows, cu, context_lens, last = self._to_device(
             inputs.token_ids,
-            positions_np,
-            token_rows_np,
+            np.arange(len(inputs.token_ids), dtype=np.int32) + offsets,
+            np.repeat(inputs.rows, lengths),
             inputs.rows,
             cu_seqlens,
             inputs.starts + lengths,
-            cu_seqlens[sampling + 1] - 1,
+            cu_seqlens[np.flatnonzero(inputs.samples) + 1] - 1,
         )
         state = self.rows
         if (inputs.token_ids == ON_DEVICE).any():
-            input_ids = torch.where(token_ids == ON_DEVICE, state.last_tokens[token_rows.long()], token_ids)
-        else:
-            input_ids = token_ids.long()
+            token_ids = torch.where(token_ids == ON_DEVICE, state.last_tokens[token_rows.long()], token_ids)
         blocks = state.block_tables[token_rows.long(), (positions // self.block_size).long()]
         step = Step(
             positions=positions.long(),
@@ -106,35 +178,15 @@ class ModelRunner:
             block_tables=state.block_tables,
             max_seqlen=int(lengths.max()),
             kv_cache=self.kv_cache,
-            plan=self.attention.plan(inputs, state.block_tables, self.block_size, self.kv_cache.dtype),
         )
-        return input_ids, step, last
-
-    def _sample(self, hidden: torch.Tensor, inputs: StepInput, step: Step, last: torch.Tensor) -> torch.Tensor:
-        if not len(last):
-            return torch.empty(0, dtype=torch.int64)
-        last = last.long()
-        if len(last) != len(hidden):
-            hidden = hidden[last]  # the head only sees rows that sample
-        rows = step.rows.long() if bool(inputs.samples.all()) else self._sampling_rows(inputs)
-        state = self.rows
-        tokens = sample(
-            self.ops,
-            self.model.compute_logits(hidden),
-            state.temperatures[rows],
-            state.top_ps[rows] if inputs.any_filtered else None,
-            state.seeds[rows],
-            step.positions[last] + 1,
-        )
-        state.last_tokens[rows] = tokens
-        return tokens
-
-    def _sampling_rows(self, inputs: StepInput) -> torch.Tensor:
-        return self._to_device(inputs.rows[inputs.samples.astype(bool)])[0].long()
+        step = replace(step, plan=self.attention.plan(inputs, rows, context_lens, step))
+        return token_ids.long(), step, last.long()
 
     def _to_device(self, *arrays: np.ndarray) -> list[torch.Tensor]:
         """Copy int32 arrays in one transfer."""
-        flat = torch.from_numpy(np.concatenate([array.ravel() for array in arrays], dtype=np.int32))
-        sizes = [array.size for array in arrays]
-        parts = flat.to(self.device).split(sizes)
+        if self._staging is not None:
+            flat = self._staging.to_device(arrays)
+        else:
+            flat = torch.from_numpy(np.concatenate([array.ravel() for array in arrays]))
+        parts = flat.split([array.size for array in arrays])
         return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]

@@ -134,6 +134,22 @@ class Scheduler:
         seq.status = Status.FINISHED
         seq.finish_reason = reason
 
+    def reset(self, unfinished: list[Sequence]) -> None:
+        """Start over with these sequences, in order of arrival, after a step that broke off anywhere.
+
+        The pool and the prefix cache begin empty: nothing that the broken step may have left half done is kept
+        but the known tokens.
+        """
+        blocks = self.block_manager
+        self.block_manager = BlockManager(blocks.num_blocks, blocks.block_size, blocks.enable_prefix_caching)
+        self._free_rows = list(range(self.max_num_seqs - 1, -1, -1))
+        self.running.clear()
+        self.waiting.clear()
+        for seq in unfinished:
+            seq.num_preemptions += seq.status is Status.RUNNING
+            seq.reset_to_waiting()
+            self.waiting.append(seq)
+
     def _is_decoding(self, seq: Sequence) -> bool:
         return seq.num_uncomputed_tokens == 1 and not seq.at_max_len
 

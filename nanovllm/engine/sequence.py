@@ -51,6 +51,16 @@ class Sequence:
         self.last_published_uid = 0  # content of the last published block, parent of the next one
         self.block_chain: list[tuple[bytes, bytes]] = []  # (chain key, token ids) of full blocks, filled when asked for
 
+    def reset_to_waiting(self) -> None:
+        """Forget everything but the known tokens."""
+        self.status = Status.WAITING
+        self.num_computed_tokens = 0
+        self.num_pending_tokens = 0
+        self.row = -1
+        self.block_table = []
+        self.num_published_blocks = 0
+        self.last_published_uid = 0
+
     @property
     def num_tokens(self) -> int:
         """Length, with the tokens that are sampled but not yet known."""

@@ -33,6 +33,12 @@ class StepInput:
         """One token for each sequence, every one sampling."""
         return len(self.token_ids) == len(self.rows) and bool(self.samples.all())
 
+    @property
+    def num_leading_decodes(self) -> int:
+        """Sequences before the first with several tokens; the scheduler puts decodes first."""
+        several = np.flatnonzero(self.lengths > 1)
+        return int(several[0]) if len(several) else len(self.lengths)
+
 
 class StepBuilder:
     """Turns batches into `StepInput`s; remembers how much of each row's block table the device knows."""
@@ -135,4 +141,4 @@ class Step:
     block_tables: torch.Tensor  # [num_rows + 1, max_blocks] int32, indexed by row
     max_seqlen: int  # largest number of tokens of one sequence
     kv_cache: torch.Tensor  # [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim]
-    plan: object  # what the attention backend worked out for all layers
+    plan: object = None  # what the attention backend worked out for all layers

@@ -22,24 +22,36 @@ class AttentionBackend(Protocol):
     """What the model needs from attention."""
 
     name: str
+    block_multiple: int  # the block size must be a multiple of it
+    graphs: bool  # `plan_decodes` works without the host, so that a CUDA graph can hold it
 
-    def plan(self, inputs: "StepInput", block_tables: torch.Tensor, block_size: int, dtype: torch.dtype) -> object:
-        """Work out, once a step, what all layers need; the result arrives as `step.plan`.
+    def plan(self, inputs: "StepInput", rows: torch.Tensor, context_lens: torch.Tensor, step: "Step") -> object:
+        """Work out, once a step, what all layers need; the result is handed back as `step.plan`.
 
         Args:
             inputs: the step on the host.
-            block_tables: [num_rows + 1, max_blocks] int32 on the device.
-            block_size: tokens in a block.
-            dtype: of queries and cache.
+            rows, context_lens: [S] int32 on the device.
+            step: without a plan yet.
         """
+        ...
+
+    def plan_decodes(self, rows: torch.Tensor, context_lens: torch.Tensor, block_tables: torch.Tensor) -> object:
+        """The same for a step of decodes that only the device knows."""
         ...
 
     def attend(
         self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, step: "Step", scale: float
     ) -> torch.Tensor:
-        """Causal attention of q [T, num_q_heads, head_dim] over caches [num_blocks, block_size, num_kv_heads, head_dim].
+        """Causal attention over the cache.
 
-        Returns [T, num_q_heads, head_dim].
+        Args:
+            q: [T, num_q_heads, head_dim].
+            k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim].
+            step: says which tokens belong to which sequence.
+            scale: on the scores.
+
+        Returns:
+            [T, num_q_heads, head_dim].
         """
         ...
 
@@ -72,20 +84,23 @@ class TorchPlan:
 
 
 class TorchAttention:
-    """Gathers the blocks of each sequence and calls `scaled_dot_product_attention`: the CPU's path and the reference."""
+    """Gathers blocks, then calls `scaled_dot_product_attention`: the CPU's path and the reference."""
 
     name = "torch"
+    block_multiple = 16
+    graphs = False
 
-    def plan(self, inputs: "StepInput", block_tables: torch.Tensor, block_size: int, dtype: torch.dtype) -> TorchPlan:
-        context_lens = inputs.starts + inputs.lengths
+    def plan(self, inputs: "StepInput", rows: torch.Tensor, context_lens: torch.Tensor, step: "Step") -> TorchPlan:
+        block_tables, block_size, dtype = step.block_tables, step.kv_cache.shape[3], step.kv_cache.dtype
+        host_lens = inputs.starts + inputs.lengths
         firsts = np.cumsum(inputs.lengths) - inputs.lengths
-        num_blocks = -(-context_lens // block_size)
+        num_blocks = -(-host_lens // block_size)
         prompts = [
             Prompt(
                 int(firsts[i]),
                 int(inputs.lengths[i]),
                 block_tables[int(inputs.rows[i]), : int(num_blocks[i])].long(),
-                int(context_lens[i]),
+                int(host_lens[i]),
             )
             for i in np.flatnonzero(inputs.lengths > 1)
         ]
@@ -95,10 +110,13 @@ class TorchAttention:
         while len(decodes):
             n = int(np.searchsorted(num_blocks[decodes], MAX_PADDING * num_blocks[decodes[0]], side="right"))
             groups.append(
-                _decode_group(inputs, np.sort(decodes[:n]), firsts, context_lens, block_tables, block_size, dtype)
+                _decode_group(inputs, np.sort(decodes[:n]), firsts, host_lens, block_tables, block_size, dtype)
             )
             decodes = decodes[n:]
         return TorchPlan(groups, prompts)
+
+    def plan_decodes(self, rows: torch.Tensor, context_lens: torch.Tensor, block_tables: torch.Tensor) -> TorchPlan:
+        raise NotImplementedError("the torch backend needs lengths on the host")
 
     def attend(
         self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, step: "Step", scale: float

@@ -19,7 +19,7 @@ class Embedding(nn.Module):
 
 
 class LMHead(Linear):
-    """Hidden states [num_rows, hidden_size] to logits [num_rows, vocab_size]; `tied_to` shares the embedding's matrix."""
+    """Hidden states [n, hidden_size] to logits [n, vocab_size]; `tied_to` shares the embedding's matrix."""
 
     def __init__(
         self,
@@ -34,6 +34,10 @@ class LMHead(Linear):
         self.tied = tied_to is not None
         if tied_to is not None:
             self.weight = tied_to.weight
+
+    def write_logits(self, hidden: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """The same into a given buffer [n, vocab_size]."""
+        return torch.mm(hidden, self.weight.t(), out=out)
 
     def pack(self, keep_weight: bool = False) -> None:
         super().pack(keep_weight=self.tied)  # the embedding still looks rows up in it

@@ -59,10 +59,8 @@ def load_weights(model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]], 
         view.copy_(tensor)
         missing.discard(name)
     if missing:
-        some = ", ".join(sorted(missing)[:5])
-        raise ValueError(
-            f"{source}: {len(missing)} of {len(views)} tensors are missing: {some}{'' if len(missing) <= 5 else ', ...'}"
-        )
+        some = ", ".join(sorted(missing)[:5]) + (", ..." if len(missing) > 5 else "")
+        raise ValueError(f"{source}: {len(missing)} of {len(views)} tensors are missing: {some}")
 
 
 def fill_with_random_weights(model: nn.Module, seed: int) -> None:
@@ -77,12 +75,15 @@ def fill_with_random_weights(model: nn.Module, seed: int) -> None:
             parameter.data.fill_(0.01 if name.endswith("bias") else 1.0)
 
 
-def pack_linears(model: nn.Module) -> bool:
-    """Let every linear layer take its fastest form; True when one did."""
-    linears = [module for module in model.modules() if isinstance(module, Linear)]
-    for module in linears:
-        module.pack()
-    return any(module.packed for module in linears)
+def pack_linears(model: nn.Module) -> None:
+    """Let every linear layer take its fastest form."""
+    for module in model.modules():
+        if isinstance(module, Linear):
+            module.pack()
+
+
+def is_packed(model: nn.Module) -> bool:
+    return any(isinstance(module, Linear) and module.packed for module in model.modules())
 
 
 def safetensors_weights(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:

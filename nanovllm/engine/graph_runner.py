@@ -1,0 +1,78 @@
+"""Decode steps as CUDA graphs: everything from the rows' last tokens to their next ones in one launch.
+
+A graph is recorded for some batch sizes. A batch between two of them runs in the larger one, whose surplus
+slots carry the padding row: it has one token in the block that nobody owns. The graphs share one memory pool
+(only one runs at a time) and are captured from large to small, so that the pool is as large as the largest needs.
+"""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from nanovllm.engine.model_runner import ModelRunner
+
+
+def graph_batch_sizes(max_num_seqs: int) -> list[int]:
+    """Batch sizes to record: dense where padding would cost most, and `max_num_seqs` itself."""
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 8192, 32)]
+    return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
+
+
+class GraphRunner:
+    """Recorded decode steps of one runner.
+
+    Args:
+        runner: its model, row state and KV cache are baked into the graphs by address.
+        batch_sizes: in ascending order.
+    """
+
+    def __init__(self, runner: "ModelRunner", batch_sizes: list[int]):
+        self._runner = runner
+        self._sizes = batch_sizes
+        self._largest = batch_sizes[-1]
+        device = runner.device
+        # Rows and context lengths: what differs from replay to replay. Padding stands in all of it now.
+        self._inputs_np = np.empty((2, self._largest), dtype=np.int32)
+        self._inputs = torch.empty(2, self._largest, dtype=torch.int32, device=device)
+        self._inputs[0] = runner.rows.padding_row
+        self._inputs[1] = 1
+        self._tokens = torch.zeros(self._largest, dtype=torch.int64, device=device)
+        vocab_size = runner.model.spec.vocab_size
+        self._logits = torch.empty(self._largest, vocab_size, dtype=runner.kv_cache.dtype, device=device)
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._by_batch = np.searchsorted(batch_sizes, np.arange(self._largest + 1))
+        pool = None
+        for size in reversed(batch_sizes):
+            self._graphs[size] = graph = torch.cuda.CUDAGraph()
+            self._run(size)  # warm-up: kernels are compiled and libraries initialised outside of the capture
+            torch.cuda.synchronize(device)
+            with torch.cuda.graph(graph, pool=pool):
+                self._run(size)
+            pool = graph.pool()
+
+    def fits(self, num_seqs: int) -> bool:
+        return num_seqs <= self._largest
+
+    def inputs_for(self, rows: np.ndarray, context_lens: np.ndarray) -> tuple[np.ndarray, torch.Tensor]:
+        """(host values, device tensor to copy them into), both [2, largest batch size]."""
+        n = len(rows)
+        self._inputs_np[0, :n] = rows
+        self._inputs_np[0, n:] = self._runner.rows.padding_row
+        self._inputs_np[1, :n] = context_lens
+        self._inputs_np[1, n:] = 1
+        return self._inputs_np, self._inputs
+
+    def replay(self, num_seqs: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queue the step; (tokens [num_seqs] int64, logits [num_seqs, vocab_size]), valid until the next replay."""
+        self._graphs[self._sizes[self._by_batch[num_seqs]]].replay()
+        return self._tokens[:num_seqs], self._logits[:num_seqs]
+
+    def _run(self, size: int) -> None:
+        runner = self._runner
+        rows, context_lens = self._inputs[0, :size], self._inputs[1, :size]
+        input_ids, step = runner.decode_step(rows, context_lens)
+        hidden = runner.model(input_ids, step)
+        logits = runner.model.compute_logits(hidden, out=self._logits[:size])
+        self._tokens[:size] = runner.draw(logits, rows.long(), context_lens.long(), filtered=False)

@@ -1,0 +1,148 @@
+"""How many KV blocks there is room for."""
+
+import gc
+import logging
+import os
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from nanovllm.engine.graph_runner import graph_batch_sizes
+from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.step import StepInput
+from nanovllm.models.decoder import DecoderSpec
+
+logger = logging.getLogger("nanovllm")
+
+GIB = 2**30
+CPU_KV_SHARE = 0.25  # of the available memory
+SLACK = 128 * 2**20  # bytes on a GPU for fragmentation and for kernels that load after the measurement
+
+
+def kv_bytes_per_block(spec: DecoderSpec, dtype: torch.dtype, block_size: int) -> int:
+    return 2 * spec.num_layers * block_size * spec.num_kv_heads * spec.head_dim * dtype.itemsize
+
+
+def allocate_kv_cache(
+    spec: DecoderSpec, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """[num_layers, 2, num_blocks + 1, block_size, num_kv_heads, head_dim]; the last block is for padding.
+
+    Zeroed, because the torch backend multiplies what is beyond a sequence's length by a weight of 0.
+    """
+    shape = (spec.num_layers, 2, num_blocks + 1, block_size, spec.num_kv_heads, spec.head_dim)
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def cpu_pool_blocks(block_bytes: int, block_size: int, max_num_seqs: int, max_model_len: int) -> int:
+    """Blocks for every sequence at full length, within a share of the memory that is available.
+
+    Raises:
+        ValueError: when not one block fits.
+    """
+    available = _available_host_bytes()
+    blocks = min(int(available * CPU_KV_SHARE) // block_bytes, max_num_seqs * -(-max_model_len // block_size))
+    if blocks < 1:
+        raise ValueError(
+            f"a KV block of {block_bytes / GIB:.2f} GiB does not fit {CPU_KV_SHARE:.0%} of the "
+            f"{available / GIB:.2f} GiB of free memory; lower kvcache_block_size or set num_kvcache_blocks"
+        )
+    return blocks
+
+
+def _available_host_bytes() -> int:
+    pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"  # macOS has the second only
+    return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass(frozen=True)
+class GPUMemory:
+    """Where an engine's share of a GPU goes, in bytes."""
+
+    free_at_start: int
+    utilization: float
+    fixed: int  # weights, tables, library workspaces
+    activations: int  # peak of the largest step
+    graphs: int
+
+    @property
+    def left_for_kv(self) -> int:
+        return int(self.free_at_start * self.utilization) - self.fixed - self.activations - self.graphs - SLACK
+
+    def blocks(self, block_bytes: int, asked: int | None) -> int:
+        """Blocks of the pool: those asked for, or as many as fit.
+
+        Raises:
+            ValueError: when they, or even one, do not fit: how much is missing and what helps.
+        """
+        needed = (1 + (asked or 1)) * block_bytes  # and the padding block
+        missing = needed - self.left_for_kv
+        if missing > 0:
+            raise ValueError(
+                f"{missing / GIB:.2f} GiB of GPU memory are missing for a pool of {asked or 1} KV blocks of "
+                f"{block_bytes / GIB:.3f} GiB: {self.describe()}. Raise gpu_memory_utilization, lower "
+                "max_num_batched_tokens, max_num_seqs or num_kvcache_blocks, or set enforce_eager=True"
+            )
+        return asked or self.left_for_kv // block_bytes - 1
+
+    def describe(self) -> str:
+        return (
+            f"of {self.free_at_start / GIB:.2f} GiB free at start, gpu_memory_utilization {self.utilization} allows "
+            f"{self.free_at_start * self.utilization / GIB:.2f}; weights and libraries take {self.fixed / GIB:.2f}, "
+            f"the largest step {self.activations / GIB:.2f}, CUDA graphs {self.graphs / GIB:.2f}"
+        )
+
+
+def free_gpu_bytes(device: torch.device) -> int:
+    gc.collect()
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]
+
+
+@torch.inference_mode()
+def measure_gpu_memory(
+    runner: ModelRunner, free_at_start: int, utilization: float, max_num_batched_tokens: int, use_graphs: bool
+) -> GPUMemory:
+    """Run the largest step there can be, and capture the largest graphs, on a KV cache of two blocks."""
+    device = runner.device
+    num_seqs = runner.rows.padding_row
+    runner.launch(largest_step(num_seqs, max_num_batched_tokens)).token_ids()
+    fixed = free_at_start - free_gpu_bytes(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    resting = torch.cuda.memory_allocated(device)
+    runner.launch(largest_step(num_seqs, max_num_batched_tokens)).token_ids()
+    activations = torch.cuda.max_memory_allocated(device) - resting
+    graphs = _graph_bytes(runner, num_seqs) if use_graphs else 0
+    return GPUMemory(free_at_start, utilization, fixed, activations, graphs)
+
+
+def _graph_bytes(runner: ModelRunner, max_num_seqs: int) -> int:
+    """Memory of all graphs, from the two largest: the first brings the pool, each further one about the same."""
+    sizes = graph_batch_sizes(max_num_seqs)
+    before = free_gpu_bytes(runner.device)
+    runner.capture_graphs(sizes[-1:])
+    one = before - free_gpu_bytes(runner.device)
+    runner.graphs = None
+    before = free_gpu_bytes(runner.device)
+    runner.capture_graphs(sizes[-2:])
+    two = before - free_gpu_bytes(runner.device)
+    runner.graphs = None
+    return one + max(two - one, 0) * (len(sizes) - 1)
+
+
+def largest_step(max_num_seqs: int, max_num_batched_tokens: int) -> StepInput:
+    """As many tokens and sampling sequences as a step may have, all in the first block (table columns are 0)."""
+    lengths = np.full(max_num_seqs, max_num_batched_tokens // max_num_seqs, dtype=np.int32)
+    lengths[: max_num_batched_tokens % max_num_seqs] += 1
+    ones = np.ones(max_num_seqs, dtype=np.int32)
+    return StepInput(
+        rows=np.arange(max_num_seqs, dtype=np.int32),
+        starts=np.zeros(max_num_seqs, dtype=np.int32),
+        lengths=lengths,
+        token_ids=np.zeros(max_num_batched_tokens, dtype=np.int32),
+        samples=ones,
+        table_changes=np.zeros((3, 0), dtype=np.int32),
+        row_params=np.zeros((5, 0), dtype=np.int32),
+        any_filtered=False,
+    )

@@ -1,0 +1,67 @@
+"""The default backend on a GPU: our own Triton kernels, no package beyond torch's."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from nanovllm.kernels.decode_attention import DecodePlan, paged_decode
+from nanovllm.kernels.prefill_attention import paged_prefill
+
+if TYPE_CHECKING:
+    from nanovllm.engine.step import Step, StepInput
+
+
+@dataclass(frozen=True)
+class TritonPlan:
+    """The first `num_decodes` sequences have one token each and go to the decode kernel, the rest to the other."""
+
+    num_decodes: int
+    cu_seqlens: torch.Tensor | None  # [num_prompts + 1] int32, counted from the first prompt's first token
+
+
+class TritonAttention:
+    """Split-KV decode and varlen prefill over paged KV."""
+
+    name = "triton"
+    block_multiple = 16
+    graphs = True
+
+    def __init__(self, max_num_seqs: int, num_q_heads: int, num_kv_heads: int, head_dim: int, device: torch.device):
+        self._decode_plan = DecodePlan.create(max_num_seqs, num_q_heads, num_kv_heads, head_dim, device)
+
+    def plan(self, inputs: "StepInput", rows: torch.Tensor, context_lens: torch.Tensor, step: "Step") -> TritonPlan:
+        num_decodes = inputs.num_leading_decodes
+        if num_decodes:
+            self._decode_plan.update(rows[:num_decodes], context_lens[:num_decodes])
+        if num_decodes == len(rows):
+            return TritonPlan(num_decodes, None)
+        return TritonPlan(num_decodes, step.cu_seqlens[num_decodes:] - num_decodes)
+
+    def plan_decodes(self, rows: torch.Tensor, context_lens: torch.Tensor, block_tables: torch.Tensor) -> TritonPlan:
+        self._decode_plan.update(rows, context_lens)
+        return TritonPlan(len(rows), None)
+
+    def attend(
+        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, step: "Step", scale: float
+    ) -> torch.Tensor:
+        plan = step.plan
+        assert isinstance(plan, TritonPlan)
+        n = plan.num_decodes
+        if plan.cu_seqlens is None:
+            return paged_decode(q, k_cache, v_cache, step.block_tables, scale, self._decode_plan)
+        prompts = paged_prefill(
+            q[n:],
+            k_cache,
+            v_cache,
+            step.block_tables,
+            step.rows[n:],
+            plan.cu_seqlens,
+            step.context_lens[n:],
+            step.max_seqlen,
+            scale,
+        )
+        if not n:
+            return prompts
+        decodes = paged_decode(q[:n], k_cache, v_cache, step.block_tables, scale, self._decode_plan)
+        return torch.cat([decodes, prompts])
