@@ -157,9 +157,11 @@ class DecoderModel(nn.Module):
         self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, *where, build.ops)
 
     def forward(self, input_ids: torch.Tensor, step: Step) -> torch.Tensor:
-        x, residual = self.embed_tokens(input_ids), None
+        x = self.embed_tokens(input_ids)
+        residual: torch.Tensor | None = None
         for layer in self.layers:
             x, residual = layer(x, residual, step)
+        assert residual is not None
         return self.norm.add(x, residual)[0]
 
 
@@ -176,5 +178,6 @@ class DecoderForCausalLM(nn.Module):
     def forward(self, input_ids: torch.Tensor, step: Step) -> torch.Tensor:
         return self.model(input_ids, step)
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.lm_head(hidden)
+    def compute_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """[n, hidden_size] to [n, vocab_size], into `out` if given."""
+        return self.lm_head(hidden) if out is None else self.lm_head.write_logits(hidden, out)

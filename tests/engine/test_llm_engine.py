@@ -7,6 +7,10 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.model_runner import ModelRunner, StepResult
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.step import StepBuilder
 from tests.helpers import reference_greedy, save_random_model, save_tokenizer, small_config
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -88,6 +92,8 @@ def test_single_prompts_give_a_list_of_one(llm):
         {"max_num_batched_tokens": 7, "max_num_seqs": 3},
         {"num_kvcache_blocks": 9},
         {"num_kvcache_blocks": 9, "max_num_batched_tokens": 5, "max_num_seqs": 5},
+        {"overlap": True},
+        {"overlap": True, "num_kvcache_blocks": 9, "max_num_batched_tokens": 5, "max_num_seqs": 5},
     ],
 )
 def test_greedy_tokens_do_not_depend_on_caching_chunks_blocks_mates_or_preemption(folder, reference, options):
@@ -176,21 +182,59 @@ def test_generate_leaves_requests_of_others_to_step(llm, reference):
     assert idle(llm)
 
 
-def test_interrupted_generate_leaves_nothing_behind(llm, reference, monkeypatch):
-    launch, calls = llm.model_runner.launch, []
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("stage", ["schedule", "build", "launch", "token_ids", "postprocess", "publish"])
+def test_step_that_breaks_off_anywhere_leaves_a_usable_engine(folder, reference, monkeypatch, stage, overlap):
+    """The interrupted call leaves nothing behind; a request of somebody else goes on and loses nothing."""
+    with LLM(folder, device="cpu", overlap=overlap) as engine:
+        owner = {
+            "schedule": Scheduler,
+            "build": StepBuilder,
+            "launch": ModelRunner,
+            "token_ids": StepResult,
+            "postprocess": Scheduler,
+            "publish": BlockManager,
+        }[stage]
+        other = engine.add_request([7, 8], SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
+        original, calls = getattr(owner, stage), []
 
-    def interrupted(inputs):
-        calls.append(inputs)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return launch(inputs)
+        def interrupted(*args):
+            calls.append(args)
+            if len(calls) == 4:
+                raise KeyboardInterrupt
+            return original(*args)
 
-    monkeypatch.setattr(llm.model_runner, "launch", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        llm.generate([[9, 8, 7], [6, 5]], GREEDY, use_tqdm=False)
-    assert idle(llm)
-    out = llm.generate([3, 3], GREEDY, use_tqdm=False)
-    assert [o["token_ids"] for o in out] == [reference_greedy(reference, [3, 3], 12)]
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, stage, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                engine.generate([[9, 8, 7], [6, 5]], GREEDY, use_tqdm=False)
+        assert list(engine._sequences) == [other]
+        engine.scheduler.block_manager.check_integrity(engine._sequences.values())
+        out = engine.generate([3, 3], GREEDY, use_tqdm=False)
+        assert [o["token_ids"] for o in out] == [reference_greedy(reference, [3, 3], 12)]
+        finished = {}
+        while not engine.is_finished():
+            finished.update(engine.step()[0])
+        assert finished == {other: reference_greedy(reference, [7, 8], 30)}
+        assert idle(engine)
+
+
+def test_request_that_finished_in_a_step_that_broke_off_is_still_reported(folder, reference, monkeypatch):
+    with LLM(folder, device="cpu") as engine:
+        short = engine.add_request([7, 8], SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
+        engine.add_request([7, 9], SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
+        finish = Scheduler.finish
+
+        def interrupted(self, seq, reason):
+            if seq.seq_id != short:
+                raise KeyboardInterrupt
+            finish(self, seq, reason)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Scheduler, "finish", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                engine.step()
+        assert engine.step()[0][0] == (short, reference_greedy(reference, [7, 8], 1))
 
 
 @pytest.mark.parametrize(
@@ -241,7 +285,12 @@ def test_sampled_tokens_depend_on_seed_and_request_alone(folder):
     params = SamplingParams(temperature=1.3, max_tokens=20, ignore_eos=True)
     prompts = [[5, 6], [7], [8, 9, 10]]
     runs = []
-    for options in ({"seed": 1}, {"seed": 1, "max_num_seqs": 1}, {"seed": 1, "num_kvcache_blocks": 3}, {"seed": 2}):
+    for options in (
+        {"seed": 1},
+        {"seed": 1, "max_num_seqs": 1},
+        {"seed": 1, "num_kvcache_blocks": 3, "overlap": True},
+        {"seed": 2},
+    ):
         with LLM(folder, device="cpu", **options) as engine:
             runs.append([out["token_ids"] for out in engine.generate(prompts, params, use_tqdm=False)])
     assert runs[0] == runs[1] == runs[2]

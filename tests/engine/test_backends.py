@@ -1,0 +1,171 @@
+"""The same tokens from every backend, with and without graphs, chunks, prefix cache and overlap.
+
+On a GPU natively; on a CPU the Triton kernels run in Triton's interpreter, on a smaller case.
+"""
+
+import importlib.util
+
+import numpy as np
+import pytest
+import torch
+
+from nanovllm import LLM, SamplingParams
+from tests.helpers import VOCAB, random_prompt, reference_greedy, save_random_model, small_config
+
+NUM_TOKENS = 64
+COMBINATIONS = [  # every pair of values occurs
+    # backend, chunk, eager, prefix caching, overlap
+    ("triton", 16, False, True, True),
+    ("triton", 64, False, False, True),
+    ("triton", None, False, True, False),
+    ("triton", None, True, False, True),
+    ("triton", 16, True, False, False),
+    ("triton", 64, True, True, False),
+    ("triton", None, False, True, True),
+    ("torch", 16, False, False, True),
+    ("torch", 64, True, True, True),
+    ("torch", None, False, True, False),
+]
+
+
+def mixed_prompts():
+    shared = random_prompt(300, 7)
+    return [random_prompt(n, n) for n in (1, 15, 16, 17, 255, 256, 257)] + [shared, shared[:260], [*shared[:256], 5]]
+
+
+@pytest.fixture(scope="module", params=["qwen3", "llama", "qwen2"])
+def model(request, tmp_path_factory):
+    """(folder, prompts, expected greedy tokens of transformers on the CPU in float32)."""
+    changes = {
+        "qwen3": {"head_dim": 64},
+        "llama": {"num_attention_heads": 6, "hidden_size": 96 * 6, "head_dim": 96},
+        "qwen2": {"num_attention_heads": 7, "num_key_value_heads": 1, "hidden_size": 7 * 80},
+    }[request.param]
+    folder = tmp_path_factory.mktemp(request.param)
+    reference = save_random_model(folder, small_config(request.param, **changes))
+    prompts = mixed_prompts()
+    return folder, prompts, [reference_greedy(reference, prompt, NUM_TOKENS) for prompt in prompts]
+
+
+def generate(llm, prompts, **params):
+    defaults = {"temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True}
+    outs = llm.generate(prompts, SamplingParams(**{**defaults, **params}), use_tqdm=False)
+    return [out["token_ids"] for out in outs]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("backend", "chunk", "eager", "caching", "overlap"), COMBINATIONS)
+def test_gpu_gives_the_tokens_of_the_cpu(model, backend, chunk, eager, caching, overlap):
+    folder, prompts, expected = model
+    with LLM(
+        folder,
+        dtype="float32",
+        attention_backend=backend,
+        enforce_eager=eager,
+        enable_prefix_caching=caching,
+        overlap=overlap,
+        max_num_batched_tokens=chunk,
+        max_num_seqs=16,
+        num_kvcache_blocks=60,
+    ) as llm:
+        assert (llm.model_runner.graphs is not None) == (not eager and backend == "triton")
+        assert generate(llm, prompts) == expected
+        assert generate(llm, prompts) == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(importlib.util.find_spec("flash_attn") is None, reason="needs the flash-attn package")
+@pytest.mark.parametrize("eager", [False, True])
+def test_flash_attn_agrees_with_triton_in_half_precision(tmp_path, eager):
+    """Not token by token, since half precision has ties: first tokens of many prompts agree nearly always."""
+    save_random_model(tmp_path, small_config("qwen3", head_dim=128))
+    prompts = [random_prompt(n, n) for n in range(1, 400, 7)]
+    first = {}
+    for backend in ("flash_attn", "triton"):
+        with LLM(tmp_path, dtype="float16", attention_backend=backend, enforce_eager=eager, max_num_seqs=64) as llm:
+            first[backend] = [tokens[:4] for tokens in generate(llm, prompts, max_tokens=4)]
+    same = np.mean([a == b for a, b in zip(first["flash_attn"], first["triton"], strict=True)])
+    assert same > 0.9
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_seqs", [1, 3, 5, 16, 17, 33])
+def test_batches_that_fit_no_graph_exactly_are_padded(model, num_seqs):
+    folder, prompts, expected = model
+    with LLM(folder, dtype="float32", max_num_seqs=33, num_kvcache_blocks=80) as llm:
+        several = [prompts[i % len(prompts)] for i in range(num_seqs)]
+        assert generate(llm, several) == [expected[i % len(prompts)] for i in range(num_seqs)]
+
+
+@pytest.mark.gpu
+def test_preemption_under_graphs_and_overlap(model):
+    folder, prompts, expected = model
+    with LLM(folder, dtype="float32", max_num_seqs=16, kvcache_block_size=16, num_kvcache_blocks=40) as llm:
+        assert generate(llm, prompts) == expected
+
+
+@pytest.mark.gpu
+def test_seeded_samples_do_not_depend_on_graphs_overlap_or_batch(model):
+    folder, prompts, _ = model
+    runs = []
+    for options in (
+        {},
+        {"enforce_eager": True},
+        {"overlap": False},
+        {"max_num_seqs": 3},
+        {"attention_backend": "torch"},
+    ):
+        with LLM(folder, dtype="float32", num_kvcache_blocks=80, **{"max_num_seqs": 16, **options}) as llm:
+            params = [SamplingParams(temperature=0.8, top_p=p, max_tokens=20, ignore_eos=True) for p in [1.0, 0.7] * 5]
+            runs.append([out["token_ids"] for out in llm.generate(prompts, params, use_tqdm=False)])
+    assert all(run == runs[0] for run in runs[1:])
+
+
+@pytest.mark.gpu
+def test_memory_that_is_missing_is_named(model):
+    folder, *_ = model
+    with pytest.raises(
+        ValueError, match=r"GiB of GPU memory are missing for a pool of \d+ KV blocks.*Raise gpu_memory"
+    ):
+        LLM(folder, num_kvcache_blocks=10**8)
+    with pytest.raises(ValueError, match=r"gpu_memory_utilization 0\.0001 allows"):
+        LLM(folder, gpu_memory_utilization=0.0001)
+
+
+@pytest.mark.gpu
+def test_pool_takes_the_share_of_free_memory_and_close_gives_it_back(model):
+    folder, prompts, expected = model
+    torch.cuda.empty_cache()
+    before = torch.cuda.mem_get_info()[0]
+    for _ in range(3):
+        llm = LLM(folder, dtype="float32", gpu_memory_utilization=0.3)
+        used = before - torch.cuda.mem_get_info()[0]
+        assert 0.25 * before < used <= 0.31 * before
+        assert generate(llm, prompts[:2]) == expected[:2]
+        llm.close()
+    torch.cuda.empty_cache()
+    assert before - torch.cuda.mem_get_info()[0] < 2**28
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU runs the kernels natively")
+def test_triton_backend_in_the_interpreter(tmp_path):
+    """The engine on the kernels, end to end, without a GPU: mixed steps, a prefix hit, a chunked prompt."""
+    reference = save_random_model(tmp_path, small_config("qwen3", num_hidden_layers=1))
+    prompts = [[5], random_prompt(40, 1), [*random_prompt(40, 1)[:32], 9]]
+    options = {"max_num_batched_tokens": 24, "max_num_seqs": 4, "kvcache_block_size": 16, "num_kvcache_blocks": 20}
+    with LLM(tmp_path, device="cpu", attention_backend="triton", **options) as llm:
+        assert llm.model_runner.attention.name == "triton"
+        assert generate(llm, prompts, max_tokens=6) == [reference_greedy(reference, prompt, 6) for prompt in prompts]
+        sampled = generate(llm, prompts, temperature=1.0, max_tokens=6)
+    with LLM(tmp_path, device="cpu", attention_backend="torch", **options) as llm:
+        generate(llm, prompts, max_tokens=6)  # the same sequence numbers, which the seeds depend on
+        assert generate(llm, prompts, temperature=1.0, max_tokens=6) == sampled
+    assert all(0 <= token < VOCAB for tokens in sampled for token in tokens)
+
+
+def test_backends_that_cannot_be_are_refused(tmp_path, monkeypatch):
+    small_config("qwen3").save_pretrained(tmp_path)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    for name in ("triton", "flash_attn"):
+        with pytest.raises(ValueError, match=f"attention_backend '{name}' needs a GPU; on a CPU use 'torch'"):
+            LLM(tmp_path, device="cpu", load_format="dummy", attention_backend=name)
