@@ -1,7 +1,7 @@
 """Complete a few prompts: with the embedded default model, or with the one you name.
 
-    python example.py
-    python example.py --model Qwen/Qwen3-0.6B --prompt "What is a block table?" --prompt "Name three rivers."
+python example.py
+python example.py --model Qwen/Qwen3-0.6B --prompt "What is a block table?" --prompt "Name three rivers."
 """
 
 import argparse
@@ -43,7 +43,9 @@ def main() -> None:
     for prompt, out in zip(prompts, outs, strict=True):
         print(f"\nPrompt:     {prompt}\nCompletion: {out['text'].strip()}")
     num_tokens = sum(len(out["token_ids"]) for out in outs)
-    print(f"\n{num_tokens} tokens in {elapsed:.2f} s: {num_tokens / elapsed:.0f} tok/s for {len(prompts)} prompts together")
+    print(
+        f"\n{num_tokens} tokens in {elapsed:.2f} s: {num_tokens / elapsed:.0f} tok/s for {len(prompts)} prompts together"
+    )
 
 
 if __name__ == "__main__":
