@@ -12,7 +12,7 @@ import torch
 from nanovllm.engine.scheduler import Batch
 from nanovllm.engine.sequence import Sequence
 
-ON_DEVICE = -1  # in `token_ids`: the row's last sampled token, whose value the host need not know
+ON_DEVICE = -1  # in `token_ids`: the row's last sampled token, which is on the device already
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class StepInput:
 
     @property
     def is_decode(self) -> bool:
-        """One token for each sequence, every one sampling."""
-        return len(self.token_ids) == len(self.rows) and bool(self.samples.all())
+        """Each sequence goes on from the token it sampled last: nothing but rows and lengths has to be sent."""
+        return bool((self.token_ids == ON_DEVICE).all())
 
     @property
     def num_leading_decodes(self) -> int:
@@ -41,15 +41,17 @@ class StepInput:
 
 
 class StepBuilder:
-    """Turns batches into `StepInput`s; remembers how much of each row's block table the device knows."""
+    """Turns batches into `StepInput`s; remembers what the device knows of each row."""
 
     def __init__(self, max_num_seqs: int):
-        self._num_sent_blocks = [0] * max_num_seqs
+        self._num_sent_blocks = [0] * max_num_seqs  # columns of the row's block table
+        self._last_sampled = [-1] * max_num_seqs  # position of the row's last token, -1 when it sampled none yet
 
     def build(self, batch: Batch) -> StepInput:
         items = batch.items
         for seq in batch.admitted:
             self._num_sent_blocks[seq.row] = 0
+            self._last_sampled[seq.row] = -1
         return StepInput(
             rows=np.array([item.seq.row for item in items], dtype=np.int32),
             starts=np.array([item.start for item in items], dtype=np.int32),
@@ -63,12 +65,15 @@ class StepBuilder:
 
     def _token_ids(self, batch: Batch) -> np.ndarray:
         ids: list[int] = []
+        last_sampled = self._last_sampled
         for item in batch.items:
-            known = item.seq.token_ids
-            if item.num_tokens == 1:
-                ids.append(known[item.start] if item.start < len(known) else ON_DEVICE)
+            row = item.seq.row
+            if item.start == last_sampled[row]:
+                ids.append(ON_DEVICE)
             else:
-                ids.extend(known[item.start : item.end])
+                ids.extend(item.seq.token_ids[item.start : item.end])
+            if item.samples:
+                last_sampled[row] = item.start + item.num_tokens
         return np.array(ids, dtype=np.int32)
 
     def _table_changes(self, batch: Batch) -> np.ndarray:

@@ -50,18 +50,9 @@ class TritonAttention:
         n = plan.num_decodes
         if plan.cu_seqlens is None:
             return paged_decode(q, k_cache, v_cache, step.block_tables, scale, self._decode_plan)
-        prompts = paged_prefill(
-            q[n:],
-            k_cache,
-            v_cache,
-            step.block_tables,
-            step.rows[n:],
-            plan.cu_seqlens,
-            step.context_lens[n:],
-            step.max_seqlen,
-            scale,
-        )
-        if not n:
-            return prompts
-        decodes = paged_decode(q[:n], k_cache, v_cache, step.block_tables, scale, self._decode_plan)
-        return torch.cat([decodes, prompts])
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        if n:
+            paged_decode(q[:n], k_cache, v_cache, step.block_tables, scale, self._decode_plan, out[:n])
+        tables, rows, context_lens = step.block_tables, step.rows[n:], step.context_lens[n:]
+        paged_prefill(q[n:], k_cache, v_cache, tables, rows, plan.cu_seqlens, context_lens, scale, out[n:])
+        return out

@@ -1,0 +1,178 @@
+"""The kernels in plain torch: what they are tested against, and the whole of the CPU engine's elementwise work.
+
+Nothing here imports Triton. On a CPU every torch call costs microseconds, so each function is few calls.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from nanovllm.sampling_params import GREEDY_BELOW
+
+NOISE_SPAN = 26.0  # above the range of the noise, from -log(24 log 2) = -2.8 to 33 log 2 = 22.9, and roundings
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich, 2019).
+
+    The normalised value is computed in float32 and rounded to x's dtype before the weight, as in transformers.
+
+    x: [..., hidden]; weight: [hidden] of x's dtype, None for all ones
+    Returns a new tensor like x.
+    """
+    if x.dtype == torch.float32:
+        return F.rms_norm(x, x.shape[-1:], weight, eps)
+    out = F.rms_norm(x.float(), x.shape[-1:], None, eps).to(x.dtype)
+    return out if weight is None else out.mul_(weight)
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`rms_norm` of x + residual, the sum rounded to their dtype; the sum overwrites `residual`.
+
+    x, residual: [num_tokens, hidden]
+    Returns (normalised, the sum), the second in residual's storage.
+    """
+    residual.add_(x)
+    return rms_norm(residual, weight, eps), residual
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up with silu(g) = g / (1 + exp(-g)), silu rounded before the product, as in transformers.
+
+    gate_up: [num_tokens, 2 * intermediate], gate first
+    Returns [num_tokens, intermediate], new.
+    """
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)
+
+
+def norm_rope_store(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    cos_sin: torch.Tensor,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    eps: float,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    num_q_heads: int,
+) -> torch.Tensor:
+    """Normalise q and k per head, rotate both (Su et al., 2021), write k and v into the paged cache.
+
+    Rotation pairs dimension i with i + head_dim / 2 ("rotate half").
+
+    qkv: [num_tokens, (num_q_heads + 2 * num_kv_heads) * head_dim], contiguous; its contents are lost
+    positions: [num_tokens] int32 or int64, rows of cos_sin
+    slots: [num_tokens] int32 or int64, block * block_size + offset in it; a negative slot stores nothing
+    cos_sin: [max_position, head_dim] float32, cosines in the first half, sines in the second
+    q_weight, k_weight: [head_dim] of qkv's dtype, both or neither; None leaves q and k as they are
+    k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim], contiguous
+    Returns q [num_tokens, num_q_heads, head_dim], possibly a view of qkv or strided.
+    """
+    num_tokens = qkv.shape[0]
+    num_kv_heads, head_dim = k_cache.shape[2:]
+    num_rotated = num_q_heads + num_kv_heads
+    heads = qkv.view(num_tokens, -1, head_dim)
+    x = heads[:, :num_rotated]
+    if q_weight is not None:
+        assert k_weight is not None
+        x = rms_norm(x, None, eps)
+        x[:, :num_q_heads].mul_(q_weight)
+        x[:, num_q_heads:].mul_(k_weight)
+    cos, sin = F.embedding(positions, cos_sin).view(num_tokens, 1, 2, -1).split(1, dim=2)
+    x = x.view(num_tokens, num_rotated, 2, -1)
+    first, second = x.unbind(2)
+    rotated = x * cos  # float32
+    low, high = rotated.unbind(2)
+    low.addcmul_(second, sin.squeeze(2), value=-1)
+    high.addcmul_(first, sin.squeeze(2))
+    rotated = rotated.view(num_tokens, num_rotated, head_dim).to(qkv.dtype)
+
+    q, k, v = rotated[:, :num_q_heads], rotated[:, num_q_heads:], heads[:, num_rotated:]
+    if int(slots.min()) < 0:
+        stored = slots >= 0
+        slots, k, v = slots[stored], k[stored], v[stored]
+    k_cache.view(-1, num_kv_heads, head_dim)[slots] = k
+    v_cache.view(-1, num_kv_heads, head_dim)[slots] = v
+    return q
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    """A bijection of 32-bit integers that scatters every input bit (lowbias32, C. Wellons, 2018); overwrites x, int32.
+
+    Products wrap, and a mask takes the copies of the sign bit out of a shift.
+    """
+    x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(0x7FEB352D)
+    x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)).mul_(0x846CA68B - 2**32)
+    return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))
+
+
+def _keys(seeds: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two int32 of each (seed, position), int64; conversion keeps the low half."""
+    a = _mix((positions * 0x9E3779B9 + 1).to(torch.int32)).bitwise_xor_(seeds.to(torch.int32))
+    a = _mix(a)
+    return a, _mix((seeds >> 32).to(torch.int32).bitwise_xor_(a).bitwise_xor_(0x85EBCA6B - 2**32))
+
+
+def _noise(a: torch.Tensor, b: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Gumbel noise, float32, of keys and token ids, int32, that broadcast.
+
+    A hash of them as v in (0, 1); -log(1 - v) is exponential, and minus its log is Gumbel. 1 - v instead of v puts
+    the fine steps of a float near 0 where the large noises are.
+    """
+    h = _mix(_mix(ids ^ a).add_(b))
+    v = h.long().bitwise_and_(0xFFFFFFFF).float().add_(0.5).mul_(2.0**-32).clamp_(max=1 - 2.0**-24)
+    return v.neg_().log1p_().neg_().log_().neg_()
+
+
+def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """The noise that `gumbel_sample` adds, [batch, vocab_size] float32; seeds and positions [batch] int64."""
+    a, b = _keys(seeds, positions)
+    return _noise(a[:, None], b[:, None], torch.arange(vocab_size, dtype=torch.int32, device=seeds.device))
+
+
+def gumbel_sample(
+    logits: torch.Tensor,
+    temperatures: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    out: torch.Tensor | None = None,
+    vocab_size: int | None = None,
+) -> torch.Tensor:
+    """Draw a token id a row from softmax(logits / temperature), as argmax of logits / temperature + Gumbel noise.
+
+    The noise depends on (seed, position, token id) alone, so a draw does not depend on the rest of the batch.
+    Ties go to the lowest id. A row with NaN gives some id in range.
+
+    logits: [batch, columns], any float type and row stride
+    temperatures: [batch] float32; below 1e-5 the row is greedy
+    seeds: [batch] int64
+    positions: [batch] int64, index of the drawn token in its sequence
+    out: [batch] int64 to write to
+    vocab_size: valid columns, the first ones; all by default
+    Returns token ids [batch] int64.
+    """
+    logits = logits[:, :vocab_size]
+    tokens = torch.argmax(logits, dim=-1) if out is None else torch.argmax(logits, dim=-1, out=out)
+    drawn = [(row, t) for row, t in enumerate(temperatures.tolist()) if t >= GREEDY_BELOW]
+    if drawn:
+        a, b = _keys(seeds, positions)
+        for row, temperature in drawn:
+            tokens[row] = _draw(logits[row], temperature, a[row], b[row], tokens[row])
+    return tokens
+
+
+def _draw(
+    logits: torch.Tensor, temperature: float, a: torch.Tensor, b: torch.Tensor, top: torch.Tensor
+) -> torch.Tensor:
+    """Token id drawn from one row, logits [vocab_size]; `top` is their argmax.
+
+    Noise is bounded, so ids far below the top one cannot win: only the others are hashed.
+    """
+    ids = torch.nonzero(logits >= logits[top].float() - NOISE_SPAN * temperature).squeeze(1)
+    if not len(ids):  # a row with NaN
+        return top
+    scores = logits[ids].float().div_(temperature).add_(_noise(a, b, ids.to(torch.int32)))
+    return ids[scores.argmax()]

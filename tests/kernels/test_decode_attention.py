@@ -1,0 +1,154 @@
+"""Decode attention against its plain-torch reference, on fresh random inputs with poison in everything unused."""
+
+import pytest
+import torch
+
+from nanovllm.kernels.decode_attention import DecodePlan, paged_decode, paged_decode_reference
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BF16 = pytest.param(torch.bfloat16, marks=pytest.mark.gpu)  # the interpreter's dot takes its bits for integers
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # relative error in the 2-norm
+
+
+def make_cache(context_lens, block_size, num_kv_heads, head_dim, dtype):
+    """A paged cache whose blocks are scattered; NaN in every slot, garbage in every table column, that holds nothing.
+
+    Returns (k_cache, v_cache, block_tables, rows)."""
+    need = [-(-n // block_size) for n in context_lens]
+    num_blocks = sum(need) + 3
+    shape = (2, num_blocks, block_size, num_kv_heads, head_dim)
+    cache = torch.full(shape, float("nan"), dtype=dtype, device=DEVICE)
+    rows = torch.randperm(len(context_lens) + 2)[: len(context_lens)]
+    tables = torch.randint(-(2**31), 2**31 - 1, (len(context_lens) + 2, max(need) + 2), dtype=torch.int64)
+    free = torch.randperm(num_blocks)
+    for row, blocks, n in zip(rows.tolist(), need, context_lens, strict=True):
+        tables[row, :blocks], free = free[:blocks], free[blocks:]
+        slots = torch.arange(n)
+        where = tables[row, slots // block_size].to(DEVICE), (slots % block_size).to(DEVICE)
+        for c in cache:
+            c[where] = torch.randn((n, num_kv_heads, head_dim), device=DEVICE).to(dtype)
+    return cache[0], cache[1], tables.to(DEVICE, torch.int32), rows.to(DEVICE, torch.int32)
+
+
+def make_plan(max_batch, num_q_heads, num_kv_heads, head_dim):
+    """A plan with a poisoned workspace."""
+    plan = DecodePlan.create(max_batch, num_q_heads, num_kv_heads, head_dim, DEVICE)
+    plan.partial.fill_(float("nan"))
+    plan.lse.fill_(float("nan"))
+    plan.items.fill_(2**30)
+    return plan
+
+
+def make_q(batch, num_q_heads, num_kv_heads, head_dim, dtype):
+    """Queries as a strided view of a fused projection."""
+    fused = torch.randn((batch, num_q_heads + 2 * num_kv_heads, head_dim), device=DEVICE).to(dtype)
+    return fused[:, :num_q_heads]
+
+
+def compare(out, q, k, v, tables, rows, lens, scale):
+    wide = torch.float64 if q.dtype == torch.float32 else torch.float32
+    expected = paged_decode_reference(q.to(wide), k, v, tables, rows, lens, scale)
+    assert out.dtype == q.dtype
+    assert out.is_contiguous()
+    error = (out.to(wide) - expected).norm() / expected.norm()
+    assert error < TOLERANCE[q.dtype], f"relative error {error:.2e}"
+
+
+def check(context_lens, num_q_heads, num_kv_heads, head_dim, block_size, dtype, plan=None):
+    batch = len(context_lens)
+    k, v, tables, rows = make_cache(context_lens, block_size, num_kv_heads, head_dim, dtype)
+    q = make_q(batch, num_q_heads, num_kv_heads, head_dim, dtype)
+    lens = torch.tensor(context_lens, dtype=torch.int32, device=DEVICE)
+    plan = plan or make_plan(batch + 3, num_q_heads, num_kv_heads, head_dim)
+    plan.update(rows, lens)
+    poison = torch.full(q.shape, float("nan"), dtype=dtype, device=DEVICE)
+    del poison  # the allocator hands this memory to the output
+    out = paged_decode(q, k, v, tables, head_dim**-0.5, plan)
+    compare(out, q, k, v, tables, rows, lens, head_dim**-0.5)
+    assert not plan.arrived.any(), "the counters must be zero for the next layer"
+    return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+def test_head_sizes_and_types(dtype, head_dim):
+    check([1, 300, 64, 17], 4, 2, head_dim, 16, dtype)
+
+
+@pytest.mark.parametrize(("num_q_heads", "num_kv_heads"), [(2, 2), (2, 1), (3, 1), (7, 1), (8, 1), (10, 2), (17, 1)])
+def test_group_ratios(num_q_heads, num_kv_heads):
+    check([130, 1, 200], num_q_heads, num_kv_heads, 64, 32, torch.float32)
+
+
+@pytest.mark.parametrize("block_size", [16, 48, 64, 112, 256])
+def test_block_sizes(block_size):
+    check([block_size, 2 * block_size + 1, block_size - 1, 600], 4, 2, 64, block_size, torch.float16)
+
+
+def test_a_plan_serves_batches_and_layers_in_turn():
+    plan = make_plan(300, 2, 1, 64)
+    for lens in ([700], [5, 1, 260], [1 + i % 7 for i in range(260)], [900, 1]):
+        check(lens, 2, 1, 64, 16, torch.float32, plan)
+
+
+def test_empty_and_padded_rows_do_no_harm():
+    out = check([0, 150, 0, 1, 1], 2, 1, 64, 16, torch.float32)
+    assert not out[0].any()
+    assert not out[2].any()
+
+
+@pytest.mark.parametrize("lens", [[1], [131072], [1, 131072, 0, 64, 65], list(range(0, 3000, 11))])
+def test_plan_covers_every_key_once(lens):
+    plan = make_plan(len(lens), 2, 1, 64)
+    rows = torch.arange(len(lens), dtype=torch.int32, device=DEVICE) + 7
+    plan.update(rows, torch.tensor(lens, dtype=torch.int32, device=DEVICE))
+    items = plan.items[: int(plan.count)].tolist()
+    assert len(items) <= plan.max_items(len(lens))
+    at = 0
+    for seq, length in enumerate(lens):
+        first, end = at, 0
+        while at < len(items) and items[at][0] == seq:
+            _, row, start, stop, first_item, splits, *_ = items[at]
+            assert (row, start, first_item) == (seq + 7, end, first)
+            assert start < stop or length == 0
+            at, end = at + 1, stop
+        assert end == length
+        assert splits == at - first
+    assert at == len(items)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("block_size", [16, 48, 256])
+def test_long(dtype, head_dim, block_size):
+    check([1, 8000, 2047, 100, 16, 777] * 3, 16, 8, head_dim, block_size, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("context_lens", [[131072], [131072, 1, 0, 40000], [600], [1500] * 256])
+def test_lengths(context_lens):
+    check(context_lens, 16, 8, 128, 256, torch.bfloat16)
+
+
+@pytest.mark.gpu
+def test_graph_replays_with_changed_lengths():
+    scale, longest = 128**-0.5, [5000, 4000, 3000]
+    k, v, tables, rows = make_cache(longest, 256, 8, 128, torch.bfloat16)
+    q = make_q(3, 16, 8, 128, torch.bfloat16)
+    lens = torch.ones(3, dtype=torch.int32, device=DEVICE)
+    plan = make_plan(3, 16, 8, 128)
+    plan.update(rows, lens)
+    paged_decode(q, k, v, tables, scale, plan)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        plan.update(rows, lens)
+        outs = [paged_decode(q, k, v, tables, scale, plan) for _ in range(3)]
+    for new in (longest, [1, 1, 1], [600, 0, 2999], [64, 65, 129]):
+        lens.copy_(torch.tensor(new))
+        q.copy_(torch.randn(q.shape, device=DEVICE))
+        for out in outs:
+            out.fill_(float("nan"))
+        graph.replay()
+        for out in outs:
+            compare(out, q, k, v, tables, rows, lens, scale)

@@ -1,0 +1,94 @@
+"""Prefill attention against its plain-torch reference, on fresh random inputs with poison in everything unused."""
+
+import pytest
+import torch
+
+from nanovllm.kernels.prefill_attention import paged_prefill, paged_prefill_reference
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BF16 = pytest.param(torch.bfloat16, marks=pytest.mark.gpu)  # the interpreter's dot takes its bits for integers
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # relative error in the 2-norm
+
+
+def make_cache(context_lens, block_size, num_kv_heads, head_dim, dtype):
+    """A paged cache whose blocks are scattered; NaN in every slot, garbage in every table column, that holds nothing.
+
+    Returns (k_cache, v_cache, block_tables, rows)."""
+    need = [-(-n // block_size) for n in context_lens]
+    num_blocks = sum(need) + 3
+    shape = (2, num_blocks, block_size, num_kv_heads, head_dim)
+    cache = torch.full(shape, float("nan"), dtype=dtype, device=DEVICE)
+    rows = torch.randperm(len(context_lens) + 2)[: len(context_lens)]
+    tables = torch.randint(-(2**31), 2**31 - 1, (len(context_lens) + 2, max(need) + 2), dtype=torch.int64)
+    free = torch.randperm(num_blocks)
+    for row, blocks, n in zip(rows.tolist(), need, context_lens, strict=True):
+        tables[row, :blocks], free = free[:blocks], free[blocks:]
+        slots = torch.arange(n)
+        where = tables[row, slots // block_size].to(DEVICE), (slots % block_size).to(DEVICE)
+        for c in cache:
+            c[where] = torch.randn((n, num_kv_heads, head_dim), device=DEVICE).to(dtype)
+    return cache[0], cache[1], tables.to(DEVICE, torch.int32), rows.to(DEVICE, torch.int32)
+
+
+def check(q_lens, cached, num_q_heads, num_kv_heads, head_dim, block_size, dtype):
+    context_lens = [a + b for a, b in zip(q_lens, cached, strict=True)]
+    k, v, tables, rows = make_cache(context_lens, block_size, num_kv_heads, head_dim, dtype)
+    fused = torch.randn((sum(q_lens), num_q_heads + 2 * num_kv_heads, head_dim), device=DEVICE).to(dtype)
+    q = fused[:, :num_q_heads]  # strided, as a view of a fused projection is
+    cu = torch.tensor([0, *q_lens], device=DEVICE).cumsum(0).to(torch.int32)
+    lens = torch.tensor(context_lens, dtype=torch.int32, device=DEVICE)
+    args = (k, v, tables, rows, cu, lens, head_dim**-0.5)
+    out = torch.full(q.shape, float("nan"), dtype=dtype, device=DEVICE)
+    paged_prefill(q, *args, out=out)
+    wide = torch.float64 if dtype == torch.float32 else torch.float32
+    expected = paged_prefill_reference(q.to(wide), k, v, *args[2:])
+    assert out.dtype == dtype
+    assert out.is_contiguous()
+    error = (out.to(wide) - expected).norm() / expected.norm()
+    assert error < TOLERANCE[dtype], f"relative error {error:.2e}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+def test_head_sizes_and_types(dtype, head_dim):
+    check([33, 1, 70], [0, 50, 17], 4, 2, head_dim, 16, dtype)
+
+
+@pytest.mark.parametrize(("num_q_heads", "num_kv_heads"), [(2, 2), (2, 1), (3, 1), (7, 1), (8, 1), (10, 2)])
+def test_group_ratios(num_q_heads, num_kv_heads):
+    check([1, 40, 25], [64, 0, 31], num_q_heads, num_kv_heads, 64, 32, torch.float32)
+
+
+@pytest.mark.parametrize("block_size", [16, 48, 64, 112, 256])
+def test_block_sizes(block_size):
+    check([1, 65, 16], [block_size, 2 * block_size - 1, 0], 4, 2, 64, block_size, torch.float16)
+
+
+def test_many_single_tokens_around_a_chunk():
+    """A mixed batch: more sequences than one step of the tile search reads."""
+    q_lens = [1] * 300
+    q_lens[150] = 40
+    check(q_lens, [i % 23 for i in range(300)], 2, 1, 64, 16, torch.float32)
+
+
+def test_first_token_alone():
+    check([1], [0], 2, 1, 64, 16, torch.float32)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("block_size", [16, 48, 256])
+def test_long(dtype, head_dim, block_size):
+    check([1, 1000, 3, 2048, 1, 517], [5000, 0, 129, 1111, 0, 7], 16, 8, head_dim, block_size, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("num_q_heads", "num_kv_heads"), [(14, 2), (9, 3), (40, 8), (8, 8)])
+def test_long_group_ratios(num_q_heads, num_kv_heads):
+    check([1, 777, 64], [300, 1000, 0], num_q_heads, num_kv_heads, 128, 256, torch.bfloat16)
+
+
+@pytest.mark.gpu
+def test_longest_context():
+    check([100, 1], [131072 - 100, 131071], 4, 2, 128, 256, torch.bfloat16)
