@@ -23,7 +23,8 @@ import torch
 import transformers
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.build import choose_device, kv_bytes_per_block
+from nanovllm.engine.memory import kv_bytes_per_block
+from nanovllm.utils.checkpoint import open_checkpoint
 
 SHAPES = {  # hidden, intermediate, layers, query heads, KV heads, tied
     "qwen3-0.6b": (1024, 3072, 28, 16, 8, True),
@@ -145,8 +146,13 @@ def run_transformers(model: Any, requests: list[Request]) -> float:
 
 
 def load_transformers(path: str, dtype: torch.dtype, device: torch.device) -> Any:
-    folder, gguf = (Path(path).parent, {"gguf_file": Path(path).name}) if path.endswith(".gguf") else (path, {})
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **gguf)
+    """transformers' model with the weights of the same checkpoint."""
+    checkpoint = open_checkpoint(path)
+    model = transformers.AutoModelForCausalLM.from_config(checkpoint.config(), dtype=dtype)
+    loaded = model.load_state_dict({name: tensor.to(dtype) for name, tensor in checkpoint.weights()}, strict=False)
+    if loaded.unexpected_keys or set(loaded.missing_keys) - {"lm_head.weight"}:
+        raise RuntimeError(f"transformers wants other tensors than the checkpoint has: {loaded}")
+    model.tie_weights()
     return model.to(device).eval()
 
 
@@ -253,7 +259,6 @@ def report(args: argparse.Namespace, llm: LLM, path: str, start_s: float) -> dic
 
 def main() -> None:
     args = parse_args()
-    choose_device(args.device)
     with tempfile.TemporaryDirectory() as scratch:
         llm, path, start_s = build_llm(args, Path(scratch))
         result = report(args, llm, path, start_s)

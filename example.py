@@ -44,7 +44,7 @@ def main() -> None:
         print(f"\nPrompt:     {prompt}\nCompletion: {out['text'].strip()}")
     num_tokens = sum(len(out["token_ids"]) for out in outs)
     print(
-        f"\n{num_tokens} tokens in {elapsed:.2f} s: {num_tokens / elapsed:.0f} tok/s for {len(prompts)} prompts together"
+        f"\n{num_tokens} tokens in {elapsed:.2f} s: {num_tokens / elapsed:.0f} tok/s, {len(prompts)} prompts together"
     )
 
 

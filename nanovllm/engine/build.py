@@ -25,7 +25,7 @@ from nanovllm.layers.ops import Ops, torch_ops, triton_ops
 from nanovllm.models.decoder import Build, DecoderForCausalLM, DecoderSpec
 from nanovllm.models.registry import model_spec
 from nanovllm.utils.checkpoint import Checkpoint, open_checkpoint
-from nanovllm.utils.loader import fill_with_random_weights, is_packed, load_weights, pack_linears
+from nanovllm.utils.loader import fill_with_random_weights, is_packed, load_weights, optimize_linears
 
 logger = logging.getLogger("nanovllm")
 
@@ -175,11 +175,11 @@ def choose_backend(
             f"attention_backend {name!r} needs a GPU; on a CPU use 'torch' (or TRITON_INTERPRET=1 to test 'triton')"
         )
     if name == "flash_attn":
-        return triton_ops(), FlashAttention(dtype, spec.head_dim)
+        return triton_ops(device, dtype), FlashAttention(dtype, spec.head_dim)
     from nanovllm.layers.triton_attention import TritonAttention
 
     shape = (max_num_seqs, spec.num_q_heads, spec.num_kv_heads, spec.head_dim)
-    return triton_ops(), TritonAttention(*shape, device)
+    return triton_ops(device, dtype), TritonAttention(*shape, device)
 
 
 def choose_block_size(asked: int | None, attention: AttentionBackend) -> int:
@@ -204,7 +204,7 @@ def load_model(spec: DecoderSpec, build: Build, config: Config, checkpoint: Chec
         fill_with_random_weights(model, config.seed)
     else:
         load_weights(model, checkpoint.weights(), str(checkpoint.path))
-    pack_linears(model)
+    optimize_linears(model, build.ops)
     return model
 
 

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from nanovllm.engine.step import Step
+
 if TYPE_CHECKING:
     from nanovllm.engine.model_runner import ModelRunner
 
@@ -41,6 +43,7 @@ class GraphRunner:
         self._tokens = torch.zeros(self._largest, dtype=torch.int64, device=device)
         vocab_size = runner.model.spec.vocab_size
         self._logits = torch.empty(self._largest, vocab_size, dtype=runner.kv_cache.dtype, device=device)
+        self._no_prompts = torch.zeros(1, dtype=torch.int32, device=device)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._by_batch = np.searchsorted(batch_sizes, np.arange(self._largest + 1))
         pool = None
@@ -70,9 +73,30 @@ class GraphRunner:
         return self._tokens[:num_seqs], self._logits[:num_seqs]
 
     def _run(self, size: int) -> None:
-        runner = self._runner
+        """What a graph holds: a decode of the rows in `_inputs`, from their last tokens to their next."""
+        runner, state = self._runner, self._runner.rows
         rows, context_lens = self._inputs[0, :size], self._inputs[1, :size]
-        input_ids, step = runner.decode_step(rows, context_lens)
-        hidden = runner.model(input_ids, step)
-        logits = runner.model.compute_logits(hidden, out=self._logits[:size])
-        self._tokens[:size] = runner.draw(logits, rows.long(), context_lens.long(), filtered=False)
+        inputs = runner.ops.decode_inputs(
+            rows,
+            context_lens,
+            state.last_tokens,
+            state.block_tables,
+            state.temperatures,
+            state.seeds,
+            runner.block_size,
+        )
+        step = Step(
+            positions=inputs.positions,
+            slots=inputs.slots,
+            rows=rows,
+            cu_seqlens=self._no_prompts,
+            context_lens=context_lens,
+            block_tables=state.block_tables,
+            max_seqlen=1,
+            kv_cache=runner.kv_cache,
+            plan=runner.attention.plan_decodes(rows, context_lens, state.block_tables),
+        )
+        logits = runner.model.compute_logits(runner.model(inputs.token_ids, step), out=self._logits[:size])
+        tokens = self._tokens[:size]
+        runner.ops.gumbel_sample(logits, inputs.temperatures, inputs.seeds, context_lens, out=tokens)
+        state.last_tokens[inputs.rows] = tokens

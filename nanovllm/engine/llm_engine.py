@@ -170,8 +170,8 @@ class LLMEngine:
         ids = self._encode(prompt, name)
         if not ids:
             raise ValueError(f"{name}: the prompt is empty")
-        wrong = next((i for i in ids if not 0 <= i < self.vocab_size), None)
-        if wrong is not None:
+        if min(ids) < 0 or max(ids) >= self.vocab_size:
+            wrong = next(i for i in ids if not 0 <= i < self.vocab_size)
             raise ValueError(f"{name}: token id {wrong} is outside the vocabulary of {self.vocab_size}")
         if len(ids) + 1 > self.max_model_len:
             raise ValueError(
@@ -193,6 +193,8 @@ class LLMEngine:
         if isinstance(prompt, (bytes, Mapping)) or not isinstance(prompt, Iterable):
             raise TypeError(f"{name}: a prompt is a str or a list of token ids, got {prompt!r}")
         ids = list(prompt)
+        if set(map(type, ids)) <= {int}:  # the usual case, checked at the speed of C
+            return ids
         for i in ids:
             if isinstance(i, bool) or not isinstance(i, Integral):
                 raise TypeError(f"{name}: token ids must be integers, got {i!r}")
@@ -230,6 +232,7 @@ class LLMEngine:
             batch = self.scheduler.schedule()
             if batch.items:
                 self._in_flight.append((batch, self.model_runner.launch(self._step_builder.build(batch))))
+            assert self._in_flight or self.scheduler.is_finished(), "no step can run and none is running"
             finished: list[Sequence] = []
             if self._in_flight and (not batch.items or len(self._in_flight) > self._max_in_flight):
                 done, result = self._in_flight.popleft()
@@ -329,7 +332,7 @@ def _as_prompt_list(prompts: Any) -> list[Prompt]:
     if isinstance(prompts, (bytes, Mapping)) or not isinstance(prompts, Iterable):
         raise TypeError(f"prompts must be a str, token ids or a list of them, got {prompts!r}")
     prompt_list = list(prompts)
-    if prompt_list and all(isinstance(p, Integral) and not isinstance(p, bool) for p in prompt_list):
+    if prompt_list and isinstance(prompt_list[0], Integral) and not isinstance(prompt_list[0], bool):
         return [prompt_list]
     return prompt_list
 

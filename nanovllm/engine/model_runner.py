@@ -92,25 +92,6 @@ class ModelRunner:
             return StepResult(inputs.samples, tokens, None)
         return StepResult(inputs.samples, *self._staging.fetch(tokens))
 
-    def decode_step(self, rows: torch.Tensor, context_lens: torch.Tensor) -> tuple[torch.Tensor, Step]:
-        """(token ids, step) of a decode that only the device knows: rows and lengths after it, both [S] int32."""
-        index = rows.long()
-        positions = context_lens.long() - 1
-        tables = self.rows.block_tables
-        slots = tables[index, positions // self.block_size] * self.block_size + positions % self.block_size
-        step = Step(
-            positions=positions,
-            slots=slots.int(),
-            rows=rows,
-            cu_seqlens=torch.empty(0, dtype=torch.int32, device=self.device),  # only prompts need it
-            context_lens=context_lens,
-            block_tables=tables,
-            max_seqlen=1,
-            kv_cache=self.kv_cache,
-            plan=self.attention.plan_decodes(rows, context_lens, tables),
-        )
-        return self.rows.last_tokens[index], step
-
     def draw(self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, filtered: bool) -> torch.Tensor:
         """Sample one token a row and remember it as the row's last.
 

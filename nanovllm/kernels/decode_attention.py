@@ -124,13 +124,16 @@ def _decode_kernel(
     KV_TOKEN_STRIDE: tl.constexpr, KV_HEAD_STRIDE: tl.constexpr, SCALE_LOG2: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
-    MERGE_GROUP: tl.constexpr, MERGE_ROWS: tl.constexpr, FIELDS: tl.constexpr,
+    MERGE_GROUP: tl.constexpr, MERGE_ROWS: tl.constexpr, FIELDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: one KV head, its GROUP query heads, and one work item (a split of one sequence).
 
     A sequence of one split is written at once. Of several, each leaves its normalised part and the log2 of its
     exponential sum in the workspace, and the last to arrive merges them: no second launch.
     """
+    if PDL:  # what the launch before this one wrote is read, and anything is written, only after the wait
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     kv_head = tl.program_id(0)
     item = tl.program_id(1)
     record = items_ptr + item * FIELDS
@@ -274,6 +277,7 @@ def paged_decode(
     scale: float,
     plan: DecodePlan,
     out: torch.Tensor | None = None,
+    pdl: bool = False,
 ) -> torch.Tensor:
     """Attention of one new token per sequence over its whole context; `plan.update` has seen this batch.
 
@@ -281,6 +285,7 @@ def paged_decode(
     k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim], the new tokens' keys and values included
     block_tables: [num_rows, max_blocks] int32; columns past a sequence's last block are never read
     out: where to write, contiguous; new by default
+    pdl: programmatic dependent launch: overlap the end of the launch before this one
     Returns [batch, num_q_heads, head_dim], contiguous, of q's dtype; zeros for a sequence of context length 0.
     """
     batch, num_q_heads, head_dim = q.shape
@@ -321,7 +326,9 @@ def paged_decode(
         MERGE_GROUP=padded_group,
         MERGE_ROWS=max(MERGE_ELEMENTS // padded_dim, padded_group),
         FIELDS=ITEM_FIELDS,
+        PDL=pdl,
         num_warps=num_warps,
+        launch_pdl=pdl,
     )
     return out
 

@@ -51,10 +51,9 @@ def _norm_rope_store_kernel(
     position = tl.load(positions_ptr + token).to(tl.int64)
     slot = tl.load(slots_ptr + token).to(tl.int64)
     target = slot * (NUM_KV_HEADS * HEAD_DIM) + inner
-    stored = (head < tl.where(slot >= 0, count, 0))[:, None] & dim_mask[None, :]
     if is_v:
-        tl.store(v_cache_ptr + target, raw_low, mask=stored)
-        tl.store(v_cache_ptr + target + HALF, raw_high, mask=stored)
+        tl.store(v_cache_ptr + target, raw_low, mask=mask)
+        tl.store(v_cache_ptr + target + HALF, raw_high, mask=mask)
     else:
         angles = cos_sin_ptr + position * HEAD_DIM + dims
         cos = tl.load(angles, mask=dim_mask, other=0.0)[None, :]
@@ -77,8 +76,8 @@ def _norm_rope_store_kernel(
             tl.store(source, new_low, mask=mask)
             tl.store(source + HALF, new_high, mask=mask)
         else:
-            tl.store(k_cache_ptr + target, new_low, mask=stored)
-            tl.store(k_cache_ptr + target + HALF, new_high, mask=stored)
+            tl.store(k_cache_ptr + target, new_low, mask=mask)
+            tl.store(k_cache_ptr + target + HALF, new_high, mask=mask)
 
 
 def norm_rope_store(
@@ -99,7 +98,7 @@ def norm_rope_store(
     """`reference.norm_rope_store`; the result is a view of qkv, rotated in place.
 
     In place no second buffer is needed, and the lines written are those just read. `block_heads` (heads a program, a
-    power of two) and `num_warps` are for tuning.
+    power of two) and `num_warps` are for tuning; `pdl` lets the launch overlap the end of the one before.
     """
     num_tokens = qkv.shape[0]
     num_kv_heads, head_dim = k_cache.shape[2:]

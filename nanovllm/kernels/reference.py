@@ -3,12 +3,48 @@
 Nothing here imports Triton. On a CPU every torch call costs microseconds, so each function is few calls.
 """
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 
 from nanovllm.sampling_params import GREEDY_BELOW
 
 NOISE_SPAN = 26.0  # above the range of the noise, from -log(24 log 2) = -2.8 to 33 log 2 = 22.9, and roundings
+
+
+@dataclass(frozen=True)
+class DecodeInputs:
+    """What a decode step needs of each sequence, one value each."""
+
+    token_ids: torch.Tensor  # [batch] int64, the row's last token
+    positions: torch.Tensor  # [batch] int64, where that token stands
+    slots: torch.Tensor  # [batch] int32, where its KV goes
+    rows: torch.Tensor  # [batch] int64
+    temperatures: torch.Tensor  # [batch] float32
+    seeds: torch.Tensor  # [batch] int64
+
+
+def decode_inputs(
+    rows: torch.Tensor,
+    context_lens: torch.Tensor,
+    last_tokens: torch.Tensor,
+    block_tables: torch.Tensor,
+    temperatures: torch.Tensor,
+    seeds: torch.Tensor,
+    block_size: int,
+) -> DecodeInputs:
+    """Gather a batch's inputs from the device's rows.
+
+    rows, context_lens: [batch] int32; lengths include the token that is about to be computed
+    last_tokens: [num_rows] int64
+    block_tables: [num_rows, max_blocks] int32
+    temperatures: [num_rows] float32
+    seeds: [num_rows] int64
+    """
+    index, positions = rows.long(), context_lens.long() - 1
+    slots = block_tables[index, positions // block_size] * block_size + positions % block_size
+    return DecodeInputs(last_tokens[index], positions, slots.int(), index, temperatures[index], seeds[index])
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
@@ -65,7 +101,7 @@ def norm_rope_store(
 
     qkv: [num_tokens, (num_q_heads + 2 * num_kv_heads) * head_dim], contiguous; its contents are lost
     positions: [num_tokens] int32 or int64, rows of cos_sin
-    slots: [num_tokens] int32 or int64, block * block_size + offset in it; a negative slot stores nothing
+    slots: [num_tokens] int32 or int64, block * block_size + offset in it
     cos_sin: [max_position, head_dim] float32, cosines in the first half, sines in the second
     q_weight, k_weight: [head_dim] of qkv's dtype, both or neither; None leaves q and k as they are
     k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim], contiguous
@@ -81,21 +117,18 @@ def norm_rope_store(
         x = rms_norm(x, None, eps)
         x[:, :num_q_heads].mul_(q_weight)
         x[:, num_q_heads:].mul_(k_weight)
-    cos, sin = F.embedding(positions, cos_sin).view(num_tokens, 1, 2, -1).split(1, dim=2)
-    x = x.view(num_tokens, num_rotated, 2, -1)
-    first, second = x.unbind(2)
-    rotated = x * cos  # float32
-    low, high = rotated.unbind(2)
-    low.addcmul_(second, sin.squeeze(2), value=-1)
-    high.addcmul_(first, sin.squeeze(2))
-    rotated = rotated.view(num_tokens, num_rotated, head_dim).to(qkv.dtype)
+    cos, sin = F.embedding(positions, cos_sin).view(num_tokens, 2, 1, -1).unbind(1)
+    first, second = x.view(num_tokens, num_rotated, 2, -1).unbind(2)
+    rotated = torch.empty((num_tokens, num_rotated, head_dim), dtype=cos_sin.dtype, device=qkv.device)
+    low, high = rotated.view(num_tokens, num_rotated, 2, -1).unbind(2)
+    torch.mul(first, cos, out=low).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=high).addcmul_(first, sin)
 
+    rotated = rotated.to(qkv.dtype)
     q, k, v = rotated[:, :num_q_heads], rotated[:, num_q_heads:], heads[:, num_rotated:]
-    if int(slots.min()) < 0:
-        stored = slots >= 0
-        slots, k, v = slots[stored], k[stored], v[stored]
-    k_cache.view(-1, num_kv_heads, head_dim)[slots] = k
-    v_cache.view(-1, num_kv_heads, head_dim)[slots] = v
+    slots = slots.long()
+    k_cache.view(-1, num_kv_heads, head_dim).index_copy_(0, slots, k)
+    v_cache.view(-1, num_kv_heads, head_dim).index_copy_(0, slots, v)
     return q
 
 

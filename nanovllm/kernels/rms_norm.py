@@ -67,7 +67,10 @@ def _launch(
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, num_warps: int | None = None, pdl: bool = False
 ) -> torch.Tensor:
-    """`reference.rms_norm` of a contiguous x [num_tokens, hidden], hidden up to 16384. `num_warps` is for tuning."""
+    """`reference.rms_norm` of a contiguous x [num_tokens, hidden], hidden up to 16384.
+
+    `num_warps` is for tuning; `pdl` (programmatic dependent launch) lets the launch overlap the end of the one before.
+    """
     return _launch(x, x, weight, eps, False, num_warps, pdl)
 
 
@@ -79,5 +82,8 @@ def add_rms_norm(
     num_warps: int | None = None,
     pdl: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`reference.add_rms_norm` of contiguous x, residual [num_tokens, hidden]: the sum overwrites `residual`."""
+    """`reference.add_rms_norm` of contiguous x, residual [num_tokens, hidden]: the sum overwrites `residual`.
+
+    `num_warps` and `pdl` as in `rms_norm`.
+    """
     return _launch(x, residual, weight, eps, True, num_warps, pdl), residual

@@ -32,7 +32,8 @@ def _log2(x, FAST: tl.constexpr):
 def _noise(a, b, ids, FAST: tl.constexpr):
     """Gumbel noise over ln 2, plus a constant: -log2(E) with E = -log2(1 - v), v in (0, 1) a hash of (a, b, ids)."""
     h = _mix(_mix(ids.to(tl.uint32) ^ a) + b)
-    v = tl.minimum((h.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)  # * 2^-32; at most 1 - 2^-24
+    v = h.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10  # (h + 0.5) * 2^-32, rounded once
+    v = tl.minimum(v, 0.99999994)  # 1 - 2^-24
     # 1 - v would lose a small v, where the large noises are: there, terms of the series of log(1 - v).
     series = v * (1.4426950408889634 + v * (0.7213475204444817 + v * 0.48089834696298783))
     return -_log2(tl.where(v < 0.00390625, series, -_log2(1.0 - v, FAST)), FAST)

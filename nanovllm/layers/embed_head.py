@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.layers.linear import Linear
+from nanovllm.layers.ops import Ops
 
 
 class Embedding(nn.Module):
@@ -39,5 +40,5 @@ class LMHead(Linear):
         """The same into a given buffer [n, vocab_size]."""
         return torch.mm(hidden, self.weight.t(), out=out)
 
-    def pack(self, keep_weight: bool = False) -> None:
-        super().pack(keep_weight=self.tied)  # the embedding still looks rows up in it
+    def optimize(self, ops: Ops, keep_weight: bool = False) -> None:
+        super().optimize(ops, keep_weight=self.tied)  # the embedding still looks rows up in it

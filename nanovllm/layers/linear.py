@@ -1,14 +1,19 @@
 """Linear layers. Several projections of one input are stored and computed as one ("fused") matrix."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from nanovllm.layers.ops import SMALL_ROWS, Ops
 
 # Row count for which oneDNN lays packed weights out. Decode batches are small; measured layouts for 16 and 256
 # rows differ by little at any size.
 PACK_ROWS = 16
 # oneDNN's float32 kernels take longer for 1 to 3 rows than for 4 (Zen 4, 2 cores: 22 against 15 ms for SmolLM2-135M).
 MIN_PACKED_ROWS = 4
+MAX_SMALL_COLUMNS = 16384
 
 
 class Linear(nn.Module):
@@ -28,6 +33,7 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(self.out_features, in_features, dtype=dtype, device=device), False)
         self.bias = nn.Parameter(torch.empty(self.out_features, dtype=dtype, device=device), False) if bias else None
         self._packed: torch.Tensor | None = None
+        self._small_linear: Callable[..., torch.Tensor] | None = None
 
     def part_views(self) -> dict[str, torch.Tensor]:
         """The slice of each parameter that a checkpoint tensor fills: "q_proj.weight" -> rows of `weight`."""
@@ -40,8 +46,13 @@ class Linear(nn.Module):
             start += rows
         return views
 
-    def pack(self, keep_weight: bool = False) -> None:
-        """On a CPU in float32, replace the weight by oneDNN's blocked copy, 2 to 3 times as fast as `F.linear`."""
+    def optimize(self, ops: Ops, keep_weight: bool = False) -> None:
+        """After loading: take the fastest form.
+
+        On a CPU in float32 the weight is replaced by oneDNN's blocked copy, 2 to 3 times as fast as `F.linear`. On a
+        GPU, few rows go to `ops.small_linear` where it is faster than cuBLAS.
+        """
+        self._small_linear = ops.small_linear
         if can_pack(self.weight):
             self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.data, PACK_ROWS)
             if not keep_weight:
@@ -53,11 +64,18 @@ class Linear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self._packed is None:
+            if self._small_linear is not None and small_linear_pays(x.shape[0], self.weight.shape[0]):
+                return self._small_linear(x, self.weight, self.bias)
             return F.linear(x, self.weight, self.bias)
         num_rows = x.shape[0]
         if num_rows < MIN_PACKED_ROWS:
             x = F.pad(x, (0, 0, 0, MIN_PACKED_ROWS - num_rows))
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")[:num_rows]
+
+
+def small_linear_pays(rows: int, out_features: int) -> bool:
+    """Measured on an H200; many columns (an LM head) fill the GPU in cuBLAS too."""
+    return rows <= 2 or (rows <= SMALL_ROWS and out_features <= MAX_SMALL_COLUMNS)
 
 
 def can_pack(weight: torch.Tensor) -> bool:

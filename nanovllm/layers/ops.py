@@ -2,8 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+
+# Up to so many rows a decode step runs on our own matrix kernels, whose launches overlap (see `small_gemm`).
+SMALL_ROWS = 16
 
 
 @dataclass(frozen=True)
@@ -15,6 +19,8 @@ class Ops:
     silu_mul: Callable[..., torch.Tensor]
     norm_rope_store: Callable[..., torch.Tensor]
     gumbel_sample: Callable[..., torch.Tensor]
+    decode_inputs: Callable[..., Any]
+    small_linear: Callable[..., torch.Tensor] | None = None  # x [1..SMALL_ROWS, in], weight, bias; None: not faster
 
 
 def torch_ops() -> Ops:
@@ -27,14 +33,42 @@ def torch_ops() -> Ops:
         reference.silu_mul,
         reference.norm_rope_store,
         reference.gumbel_sample,
+        reference.decode_inputs,
     )
 
 
-def triton_ops() -> Ops:
-    """Triton kernels. Imported here, so that a machine without Triton can run the torch ones."""
+def triton_ops(device: torch.device, dtype: torch.dtype) -> Ops:
+    """Triton kernels. Imported here, so that a machine without Triton can run the torch ones.
+
+    From Hopper on, launches of small batches overlap (programmatic dependent launch): a kernel starts while the one
+    before ends, and waits for its results only where it needs them.
+    """
+    from nanovllm.kernels.decode_inputs import decode_inputs
     from nanovllm.kernels.norm_rope_store import norm_rope_store
     from nanovllm.kernels.rms_norm import add_rms_norm, rms_norm
     from nanovllm.kernels.sampling import gumbel_sample
     from nanovllm.kernels.silu_mul import silu_mul
+    from nanovllm.kernels.small_gemm import small_linear
 
-    return Ops(rms_norm, add_rms_norm, silu_mul, norm_rope_store, gumbel_sample)
+    if not has_dependent_launch(device) or dtype == torch.float32:
+        return Ops(rms_norm, add_rms_norm, silu_mul, norm_rope_store, gumbel_sample, decode_inputs)
+    return Ops(
+        _overlapping_small_batches(rms_norm),
+        _overlapping_small_batches(add_rms_norm),
+        _overlapping_small_batches(silu_mul),
+        _overlapping_small_batches(norm_rope_store),
+        gumbel_sample,
+        decode_inputs,
+        _overlapping_small_batches(small_linear),
+    )
+
+
+def has_dependent_launch(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def _overlapping_small_batches(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    def run(x: torch.Tensor, *args: Any) -> Any:
+        return kernel(x, *args, pdl=x.shape[0] <= SMALL_ROWS)
+
+    return run

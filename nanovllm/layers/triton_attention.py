@@ -7,6 +7,7 @@ import torch
 
 from nanovllm.kernels.decode_attention import DecodePlan, paged_decode
 from nanovllm.kernels.prefill_attention import paged_prefill
+from nanovllm.layers.ops import SMALL_ROWS, has_dependent_launch
 
 if TYPE_CHECKING:
     from nanovllm.engine.step import Step, StepInput
@@ -28,6 +29,7 @@ class TritonAttention:
     graphs = True
 
     def __init__(self, max_num_seqs: int, num_q_heads: int, num_kv_heads: int, head_dim: int, device: torch.device):
+        self._overlap_launches = has_dependent_launch(device)
         self._decode_plan = DecodePlan.create(max_num_seqs, num_q_heads, num_kv_heads, head_dim, device)
 
     def plan(self, inputs: "StepInput", rows: torch.Tensor, context_lens: torch.Tensor, step: "Step") -> TritonPlan:
@@ -49,7 +51,8 @@ class TritonAttention:
         assert isinstance(plan, TritonPlan)
         n = plan.num_decodes
         if plan.cu_seqlens is None:
-            return paged_decode(q, k_cache, v_cache, step.block_tables, scale, self._decode_plan)
+            pdl = self._overlap_launches and n <= SMALL_ROWS
+            return paged_decode(q, k_cache, v_cache, step.block_tables, scale, self._decode_plan, pdl=pdl)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if n:
             paged_decode(q[:n], k_cache, v_cache, step.block_tables, scale, self._decode_plan, out[:n])

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from nanovllm.layers.linear import Linear
+from nanovllm.layers.ops import Ops
 
 # Tensors that some checkpoints carry although they say nothing: rotary tables, and the head of a tied model.
 REDUNDANT = re.compile(r"rotary_emb\.inv_freq$")
@@ -75,11 +76,11 @@ def fill_with_random_weights(model: nn.Module, seed: int) -> None:
             parameter.data.fill_(0.01 if name.endswith("bias") else 1.0)
 
 
-def pack_linears(model: nn.Module) -> None:
+def optimize_linears(model: nn.Module, ops: Ops) -> None:
     """Let every linear layer take its fastest form."""
     for module in model.modules():
         if isinstance(module, Linear):
-            module.pack()
+            module.optimize(ops)
 
 
 def is_packed(model: nn.Module) -> bool:

@@ -115,9 +115,7 @@ def prefill_time(ours, q_lens, num_q_heads, num_kv_heads):
     cu = int32([0, *q_lens]).cumsum(0, dtype=torch.int32)
     if not ours:
         return graph_time([lambda c=c: flash(q, c[0], c[1], tables, cu, lens, longest, longest) for c in caches])
-    return graph_time(
-        [lambda c=c: paged_prefill(q, c[0], c[1], tables, rows, cu, lens, SCALE) for c in caches]
-    )
+    return graph_time([lambda c=c: paged_prefill(q, c[0], c[1], tables, rows, cu, lens, SCALE) for c in caches])
 
 
 def plan_time(batch):

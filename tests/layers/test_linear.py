@@ -3,6 +3,7 @@ import torch
 
 from nanovllm.layers.embed_head import Embedding, LMHead
 from nanovllm.layers.linear import Linear, can_pack
+from nanovllm.layers.ops import torch_ops
 
 CPU = torch.device("cpu")
 
@@ -20,7 +21,7 @@ def filled(parts, bias, dtype=torch.float32):
 def test_packed_layer_computes_the_same(rows, bias):
     linear = filled({"a": 24, "b": 9}, bias)
     expected_weight, expected_bias = linear.weight.double(), linear.bias.double() if bias else None
-    linear.pack()
+    linear.optimize(torch_ops())
     assert linear.packed == can_pack(torch.empty(0))
     x = torch.randn(rows, 40, generator=torch.Generator().manual_seed(rows))
     expected = torch.nn.functional.linear(x.double(), expected_weight, expected_bias)
@@ -29,7 +30,7 @@ def test_packed_layer_computes_the_same(rows, bias):
 
 def test_other_dtypes_stay_unpacked():
     linear = filled({"a": 8}, False, torch.bfloat16)
-    linear.pack()
+    linear.optimize(torch_ops())
     assert not linear.packed
 
 
@@ -52,6 +53,6 @@ def test_tied_head_keeps_the_embedding_usable():
     assert head.part_views() == {}
     x = torch.randn(2, 40)
     expected = x @ embedding.weight.T
-    head.pack()
+    head.optimize(torch_ops())
     torch.testing.assert_close(head(x), expected)
     assert torch.equal(embedding(torch.tensor([3, 7])), rows)
