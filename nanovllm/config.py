@@ -15,7 +15,7 @@ class Config:
 
     Args:
         model: a folder with a checkpoint, a `.gguf` file (or a folder holding one), or a Hub id.
-        max_num_batched_tokens: tokens that one step may process (default 16384, on a CPU 2048).
+        max_num_batched_tokens: tokens that one step may process (default 16384, on a CPU 1024).
         max_num_seqs: sequences that run at the same time (default 512, on a CPU 64).
         max_model_len: longest sequence, prompt and completion together (default: the model's own window).
         gpu_memory_utilization: share of the GPU memory free at start that the engine may use.

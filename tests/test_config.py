@@ -70,7 +70,7 @@ def test_limits():
     def limits(device=cpu, **options):
         return astuple(choose_limits(Config(model="m", **options), hf, device))
 
-    assert limits() == (64, 2048, 100)
+    assert limits() == (64, 1024, 100)
     assert limits(max_num_batched_tokens=8) == (8, 8, 100)
     assert limits(max_num_seqs=5000) == (5000, 5000, 100)
     assert limits(torch.device("cuda"), max_model_len=50) == (512, 16384, 50)

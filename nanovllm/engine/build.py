@@ -147,7 +147,7 @@ class Limits:
 def choose_limits(config: Config, hf_config: Any, device: torch.device) -> Limits:
     """Limits from the config; a default gives way to another value where that one was set."""
     on_cpu = device.type == "cpu"
-    tokens = config.max_num_batched_tokens or max(2048 if on_cpu else 16384, config.max_num_seqs or 0)
+    tokens = config.max_num_batched_tokens or max(1024 if on_cpu else 16384, config.max_num_seqs or 0)
     max_num_seqs = config.max_num_seqs or min(64 if on_cpu else 512, tokens)
     window = hf_config.max_position_embeddings
     asked = config.max_model_len
