@@ -214,13 +214,30 @@ def hardware(device: torch.device) -> str:
     return f"{torch.get_num_threads()} CPU threads ({platform.machine()})"
 
 
+def measure(
+    args: argparse.Namespace, llm: LLM, path: str, batches: list[list[Request]]
+) -> tuple[list[float], list[float]]:
+    """Seconds of each repeat, of the engine and (if asked for) of transformers, taking turns: machines drift."""
+    times, theirs = [], []
+    model = None
+    if args.compare_transformers:
+        runner = llm.model_runner
+        model = load_transformers(path, runner.kv_cache.dtype, runner.device)
+        run_transformers(model, [Request(batches[0][0].prompt, 2)])
+    for requests in batches:
+        times.append(run_engine(llm, requests, args.temperature))
+        if model is not None:
+            theirs.append(run_transformers(model, requests))
+    return times, theirs
+
+
 def report(args: argparse.Namespace, llm: LLM, path: str, start_s: float) -> dict[str, Any]:
     device = llm.model_runner.device
     spec, dtype = llm.model_runner.model.spec, llm.model_runner.kv_cache.dtype
     make = WORKLOADS[args.workload][0]
     run_engine(llm, [Request(r.prompt[:64], 2) for r in make(args, 10**6)[:4]], args.temperature)  # warm up
     batches = [make(args, repeat) for repeat in range(args.repeats)]
-    times = [run_engine(llm, requests, args.temperature) for requests in batches]
+    times, theirs = measure(args, llm, path, batches)
     elapsed = statistics.median(times)
     prompt_tokens = sum(len(r.prompt) for r in batches[0])
     output_tokens = sum(r.output_len for r in batches[0])
@@ -247,13 +264,10 @@ def report(args: argparse.Namespace, llm: LLM, path: str, start_s: float) -> dic
         "transformers": transformers.__version__,
         "python": platform.python_version(),
     }
-    if args.compare_transformers:
-        llm.close()
-        model = load_transformers(path, dtype, device)
-        run_transformers(model, [Request(batches[0][0].prompt, 2)])
-        theirs = statistics.median(run_transformers(model, requests) for requests in batches)
-        result["transformers_tok_s"] = round(output_tokens / theirs, 1)
-        result["times_transformers"] = round(theirs / elapsed, 2)
+    if theirs:
+        result["transformers_seconds"] = [round(t, 4) for t in theirs]
+        result["transformers_tok_s"] = round(output_tokens / statistics.median(theirs), 1)
+        result["times_transformers"] = round(statistics.median(theirs) / elapsed, 2)
     return result
 
 
