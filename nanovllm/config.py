@@ -9,6 +9,15 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "dummy")
 
 
+@dataclass(frozen=True)
+class Limits:
+    """What bounds a step and a sequence, once model and machine are known."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """What `LLM(model, **options)` accepts. `None` means "what suits the model and the machine".

@@ -2,12 +2,12 @@
 
 import logging
 import os
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from nanovllm.config import Config
+from nanovllm.config import Config, Limits
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.graph_runner import graph_batch_sizes
 from nanovllm.engine.memory import (
@@ -57,14 +57,12 @@ def build_engine_parts(config: Config) -> EngineParts:
 
     def runner_for(num_blocks: int) -> ModelRunner:
         kv_cache = allocate_kv_cache(spec, num_blocks, block_size, dtype, device)
-        return ModelRunner(model, ops, attention, kv_cache, *astuple(limits))
+        return ModelRunner(model, ops, attention, kv_cache, limits)
 
     use_graphs = device.type == "cuda" and attention.graphs and not config.enforce_eager
     block_bytes = kv_bytes_per_block(spec, dtype, block_size)
     if device.type == "cuda":
-        memory = measure_gpu_memory(
-            runner_for(1), free_at_start, config.gpu_memory_utilization, limits.max_num_batched_tokens, use_graphs
-        )
+        memory = measure_gpu_memory(runner_for(1), free_at_start, config.gpu_memory_utilization, limits, use_graphs)
         logger.info("%s", memory.describe())
         num_blocks = memory.blocks(block_bytes, config.num_kvcache_blocks)
     else:
@@ -133,15 +131,6 @@ def choose_dtype(name: str, hf_config: Any, device: torch.device) -> torch.dtype
 def _cpu_is_fast_in_16_bits(dtype: torch.dtype) -> bool:
     """Only AMX pays: with AVX512-BF16 alone, the packed float32 kernels measured faster."""
     return dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()
-
-
-@dataclass(frozen=True)
-class Limits:
-    """In the order in which `ModelRunner` takes them."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
 
 
 def choose_limits(config: Config, hf_config: Any, device: torch.device) -> Limits:

@@ -7,6 +7,7 @@ from collections.abc import Sequence as Seq
 from numbers import Integral
 from typing import Any
 
+import torch
 from tqdm.auto import tqdm
 
 from nanovllm.config import Config
@@ -152,7 +153,10 @@ class LLMEngine:
         self._sequences.clear()
         self._unreported.clear()
         self._in_flight.clear()
+        self.model_runner.drop_graphs()
         del self.model_runner, self.scheduler
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
 
     def __enter__(self) -> "LLMEngine":
         return self

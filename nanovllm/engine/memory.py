@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from nanovllm.config import Limits
 from nanovllm.engine.graph_runner import graph_batch_sizes
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.step import StepInput
@@ -102,18 +103,18 @@ def free_gpu_bytes(device: torch.device) -> int:
 
 @torch.inference_mode()
 def measure_gpu_memory(
-    runner: ModelRunner, free_at_start: int, utilization: float, max_num_batched_tokens: int, use_graphs: bool
+    runner: ModelRunner, free_at_start: int, utilization: float, limits: Limits, use_graphs: bool
 ) -> GPUMemory:
     """Run the largest step there can be, and capture the largest graphs, on a KV cache of two blocks."""
     device = runner.device
-    num_seqs = runner.rows.padding_row
-    runner.launch(largest_step(num_seqs, max_num_batched_tokens)).token_ids()
+    largest = largest_step(limits)
+    runner.launch(largest).token_ids()
     fixed = free_at_start - free_gpu_bytes(device)
     torch.cuda.reset_peak_memory_stats(device)
     resting = torch.cuda.memory_allocated(device)
-    runner.launch(largest_step(num_seqs, max_num_batched_tokens)).token_ids()
+    runner.launch(largest).token_ids()
     activations = torch.cuda.max_memory_allocated(device) - resting
-    graphs = _graph_bytes(runner, num_seqs) if use_graphs else 0
+    graphs = _graph_bytes(runner, limits.max_num_seqs) if use_graphs else 0
     return GPUMemory(free_at_start, utilization, fixed, activations, graphs)
 
 
@@ -123,26 +124,27 @@ def _graph_bytes(runner: ModelRunner, max_num_seqs: int) -> int:
     before = free_gpu_bytes(runner.device)
     runner.capture_graphs(sizes[-1:])
     one = before - free_gpu_bytes(runner.device)
-    runner.graphs = None
+    runner.drop_graphs()
     before = free_gpu_bytes(runner.device)
     runner.capture_graphs(sizes[-2:])
     two = before - free_gpu_bytes(runner.device)
-    runner.graphs = None
+    runner.drop_graphs()
     return one + max(two - one, 0) * (len(sizes) - 1)
 
 
-def largest_step(max_num_seqs: int, max_num_batched_tokens: int) -> StepInput:
-    """As many tokens and sampling sequences as a step may have, all in the first block (table columns are 0)."""
-    lengths = np.full(max_num_seqs, max_num_batched_tokens // max_num_seqs, dtype=np.int32)
-    lengths[: max_num_batched_tokens % max_num_seqs] += 1
-    ones = np.ones(max_num_seqs, dtype=np.int32)
+def largest_step(limits: Limits) -> StepInput:
+    """As many tokens and sampling sequences as a step may have, all in the block that fresh rows name."""
+    num_seqs = limits.max_num_seqs
+    num_tokens = min(limits.max_num_batched_tokens, num_seqs * limits.max_model_len)
+    lengths = np.full(num_seqs, num_tokens // num_seqs, dtype=np.int32)
+    lengths[: num_tokens % num_seqs] += 1
     return StepInput(
-        rows=np.arange(max_num_seqs, dtype=np.int32),
-        starts=np.zeros(max_num_seqs, dtype=np.int32),
+        rows=np.arange(num_seqs, dtype=np.int32),
+        starts=np.zeros(num_seqs, dtype=np.int32),
         lengths=lengths,
-        token_ids=np.zeros(max_num_batched_tokens, dtype=np.int32),
-        samples=ones,
+        token_ids=np.zeros(num_tokens, dtype=np.int32),
+        samples=np.ones(num_seqs, dtype=np.int32),
         table_changes=np.zeros((3, 0), dtype=np.int32),
         row_params=np.zeros((5, 0), dtype=np.int32),
-        any_filtered=False,
+        any_filtered=True,
     )

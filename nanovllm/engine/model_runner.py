@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from nanovllm.config import Limits
 from nanovllm.engine.graph_runner import GraphRunner
 from nanovllm.engine.staging import PinnedStaging
 from nanovllm.engine.step import ON_DEVICE, RowState, Step, StepInput
@@ -44,9 +45,7 @@ class ModelRunner:
         model: with its weights loaded.
         ops, attention: what the model was built with.
         kv_cache: [num_layers, 2, num_blocks + 1, block_size, num_kv_heads, head_dim]; the last block is for padding.
-        max_num_seqs: number of rows.
-        max_num_batched_tokens: tokens in one step.
-        max_model_len: tokens that a row's block table has to cover.
+        limits: rows, tokens in one step, and tokens that a row's block table has to cover.
     """
 
     def __init__(
@@ -55,9 +54,7 @@ class ModelRunner:
         ops: Ops,
         attention: AttentionBackend,
         kv_cache: torch.Tensor,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        max_model_len: int,
+        limits: Limits,
     ):
         self.model = model
         self.ops = ops
@@ -65,17 +62,24 @@ class ModelRunner:
         self.kv_cache = kv_cache
         self.device = kv_cache.device
         self.block_size = kv_cache.shape[3]
-        max_blocks = -(-max_model_len // self.block_size)
-        self.rows = RowState.allocate(max_num_seqs, max_blocks, kv_cache.shape[2] - 1, self.device)
+        max_blocks = -(-limits.max_model_len // self.block_size)
+        self.rows = RowState.allocate(limits.max_num_seqs, max_blocks, kv_cache.shape[2] - 1, self.device)
         self.graphs: GraphRunner | None = None
         self._staging: PinnedStaging | None = None
         if self.device.type == "cuda":
-            self._staging = PinnedStaging(self.device, max_num_seqs, 3 * max_num_batched_tokens + 16 * max_num_seqs)
+            ints = 3 * limits.max_num_batched_tokens + 16 * limits.max_num_seqs
+            self._staging = PinnedStaging(self.device, limits.max_num_seqs, ints)
 
     @torch.inference_mode()
     def capture_graphs(self, batch_sizes: list[int]) -> None:
         """Record decode steps of these sizes; `launch` replays the smallest that fits a batch."""
         self.graphs = GraphRunner(self, batch_sizes)
+
+    def drop_graphs(self) -> None:
+        """Graphs and runner refer to each other; after this, dropping the runner frees its memory at once."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.graphs = None
 
     @torch.inference_mode()
     def launch(self, inputs: StepInput) -> StepResult:

@@ -4,12 +4,14 @@ Writing KV is part of `Ops.norm_rope_store`; a backend reads K and V from the ca
 prefill, a later chunk and a prefix hit are one path.
 """
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 if TYPE_CHECKING:
     from nanovllm.engine.step import Step, StepInput
@@ -123,6 +125,13 @@ class TorchAttention:
     ) -> torch.Tensor:
         plan = step.plan
         assert isinstance(plan, TorchPlan)
+        # On a GPU this backend is the reference: only the math kernel computes float32 in float32 for every mask.
+        with sdpa_kernel(SDPBackend.MATH) if q.is_cuda else nullcontext():
+            return self._attend(q, k_cache, v_cache, plan, scale)
+
+    def _attend(
+        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: TorchPlan, scale: float
+    ) -> torch.Tensor:
         if len(plan.decodes) == 1 and plan.decodes[0].covers_step:
             return _attend_decodes(q, k_cache, v_cache, plan.decodes[0], scale)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)

@@ -10,6 +10,8 @@ import torch
 from nanovllm.layers.ops import Ops
 from nanovllm.sampling_params import GREEDY_BELOW
 
+CHUNK_ELEMENTS = 1 << 23  # logits sorted at once: bounds the memory that a full batch of filtered rows takes
+
 
 def sample(
     ops: Ops,
@@ -43,6 +45,12 @@ def filter_top_p(logits: torch.Tensor, temperatures: torch.Tensor, top_ps: torch
     The token that crosses the bound belongs to the set, so there is always one. Rows with top_p = 1 or a greedy
     temperature stay as they are.
     """
+    rows = max(1, CHUNK_ELEMENTS // logits.shape[1])
+    parts = zip(logits.split(rows), temperatures.split(rows), top_ps.split(rows), strict=True)
+    return torch.cat([_filter_rows(*part) for part in parts])
+
+
+def _filter_rows(logits: torch.Tensor, temperatures: torch.Tensor, top_ps: torch.Tensor) -> torch.Tensor:
     filtering = (top_ps < 1) & (temperatures >= GREEDY_BELOW)
     scaled = logits.float() / torch.where(filtering, temperatures, 1.0)[:, None]
     ordered, order = scaled.sort(dim=-1, descending=True, stable=True)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from nanovllm.layers import sampler
 from nanovllm.layers.ops import torch_ops
 from nanovllm.layers.sampler import filter_top_p, sample
 
@@ -57,3 +58,11 @@ def test_draws_follow_the_filtered_distribution():
     assert int(counts.sum()) == int(counts[kept].sum())
     chi_square = ((counts[kept] - n * probs) ** 2 / (n * probs)).sum()
     assert chi_square < 25  # 99.98 % of draws stay below this for 7 degrees of freedom, and there are fewer
+
+
+def test_rows_are_filtered_alike_in_one_chunk_or_several(monkeypatch):
+    logits = torch.randn(7, 50)
+    temperatures, top_ps = torch.rand(7) + 0.1, torch.rand(7)
+    whole = filter_top_p(logits, temperatures, top_ps)
+    monkeypatch.setattr(sampler, "CHUNK_ELEMENTS", 100)
+    assert torch.equal(filter_top_p(logits, temperatures, top_ps), whole)
