@@ -1,8 +1,10 @@
 """Options of the engine: validated once, before anything is loaded."""
 
 from dataclasses import dataclass, fields
-from numbers import Integral, Real
+from os import PathLike
 from typing import Any
+
+from nanovllm.sampling_params import checked_int, checked_real
 
 ATTENTION_BACKENDS = ("auto", "triton", "flash_attn", "torch")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -45,7 +47,7 @@ class Config:
         ValueError: a value out of range.
     """
 
-    model: str
+    model: str | PathLike[str]
     max_num_batched_tokens: int | None = None
     max_num_seqs: int | None = None
     max_model_len: int | None = None
@@ -72,22 +74,23 @@ class Config:
         return cls(model=model, **options)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.model, str) and not hasattr(self.model, "__fspath__"):
+        if not isinstance(self.model, (str, PathLike)):
             raise TypeError(f"model must be a path or a Hub id, got {self.model!r}")
-        object.__setattr__(self, "model", str(self.model))
         for name in ("max_num_batched_tokens", "max_num_seqs", "max_model_len", "num_kvcache_blocks"):
             if getattr(self, name) is not None:
-                _check_int(name, getattr(self, name), 1)
-        _check_int("tensor_parallel_size", self.tensor_parallel_size, 1)
-        _check_int("seed", self.seed, -(2**63), 2**63 - 1)
+                self._set(name, checked_int(name, getattr(self, name), 1, 2**31 - 1))
+        self._set("tensor_parallel_size", checked_int("tensor_parallel_size", self.tensor_parallel_size, 1))
+        self._set("seed", checked_int("seed", self.seed, -(2**63), 2**63 - 1))
         for name in ("enforce_eager", "enable_prefix_caching"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
-        if self.overlap not in (None, True, False):
+        if self.overlap is not None and not isinstance(self.overlap, bool):
             raise TypeError(f"overlap must be True, False or None, got {self.overlap!r}")
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("load_format", self.load_format, LOAD_FORMATS)
         _check_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
+        if not isinstance(self.device, str):
+            raise TypeError(f"device must be a string such as 'auto', 'cpu' or 'cuda', got {self.device!r}")
         self._check_memory()
         if self.tensor_parallel_size > 1:
             raise ValueError(f"tensor_parallel_size must be 1 in this version, got {self.tensor_parallel_size}")
@@ -97,24 +100,20 @@ class Config:
                 f"({self.max_num_seqs}), since every running sequence gets one token a step"
             )
 
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)  # a plain Python number in a frozen dataclass
+
     def _check_memory(self) -> None:
-        if isinstance(self.gpu_memory_utilization, bool) or not isinstance(self.gpu_memory_utilization, Real):
-            raise TypeError(f"gpu_memory_utilization must be a number, got {self.gpu_memory_utilization!r}")
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
+        share = checked_real("gpu_memory_utilization", self.gpu_memory_utilization, 0, 1)
+        if share == 0:
+            raise ValueError("gpu_memory_utilization must be above 0, got 0")
+        self._set("gpu_memory_utilization", share)
         if self.kvcache_block_size is not None:
-            _check_int("kvcache_block_size", self.kvcache_block_size, 16)
+            self._set("kvcache_block_size", checked_int("kvcache_block_size", self.kvcache_block_size, 16, 2**20))
             if self.kvcache_block_size % 16:
                 raise ValueError(f"kvcache_block_size must be a multiple of 16, got {self.kvcache_block_size}")
 
 
-def _check_int(name: str, value: object, low: int, high: int = 2**31 - 1) -> None:
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"{name} must be an integer, got {value!r}")
-    if not low <= int(value) <= high:
-        raise ValueError(f"{name} must be between {low} and {high}, got {value}")
-
-
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")

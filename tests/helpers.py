@@ -77,11 +77,10 @@ def engine_logits(llm, prompt: list[int]) -> torch.Tensor:
         token_ids=np.array(prompt, np.int32),
         samples=np.ones(1, np.int32),
         table_changes=np.stack([np.zeros_like(columns), columns, columns]),
-        row_params=np.zeros((5, 0), np.int32),
-        any_filtered=False,
+        row_params=np.zeros((7, 0), np.int32),
     )
     changes = torch.from_numpy(inputs.table_changes).to(runner.device)
-    runner.rows.apply(changes, torch.zeros(5, 0, dtype=torch.int32, device=runner.device))
+    runner.rows.apply(changes, torch.zeros(7, 0, dtype=torch.int32, device=runner.device))
     input_ids, step, _ = runner._prepare(inputs)
     return runner.model.compute_logits(runner.model(input_ids, step)).float().cpu()
 
@@ -97,7 +96,7 @@ CHAT_TEMPLATE = (
 )
 
 
-def save_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+def byte_tokenizer() -> PreTrainedTokenizerFast:
     """A byte-level tokenizer of 258 ids without merges: <s>, </s>, then the bytes; it puts <s> before every text."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: i for i, token in enumerate(["<s>", "</s>", *alphabet])}
@@ -108,5 +107,10 @@ def save_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
     tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def save_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    tokenizer = byte_tokenizer()
     tokenizer.save_pretrained(folder)
     return tokenizer

@@ -1,5 +1,6 @@
 from dataclasses import astuple
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,31 +12,42 @@ from nanovllm.engine.build import choose_device, choose_dtype, choose_limits
     ("options", "error", "message"),
     [
         ({"max_seqs": 4}, TypeError, "unknown LLM option 'max_seqs'; options are max_num_batched_tokens, max_num_seqs"),
-        ({"max_num_seqs": 0}, ValueError, "max_num_seqs must be between 1 and 2147483647, got 0"),
+        ({"max_num_seqs": 0}, ValueError, "max_num_seqs must be at least 1, got 0"),
         ({"max_num_seqs": 2.0}, TypeError, "max_num_seqs must be an integer, got 2.0"),
         ({"max_num_seqs": True}, TypeError, "max_num_seqs must be an integer, got True"),
-        ({"num_kvcache_blocks": -1}, ValueError, "num_kvcache_blocks must be between"),
+        ({"num_kvcache_blocks": -1}, ValueError, "num_kvcache_blocks must be at least 1, got -1"),
         (
             {"max_num_seqs": 8, "max_num_batched_tokens": 4},
             ValueError,
             r"max_num_batched_tokens \(4\) must be at least",
         ),
         ({"kvcache_block_size": 24}, ValueError, "kvcache_block_size must be a multiple of 16, got 24"),
-        ({"kvcache_block_size": 8}, ValueError, "kvcache_block_size must be between 16"),
-        ({"gpu_memory_utilization": 1.5}, ValueError, r"gpu_memory_utilization must be in \(0, 1\], got 1.5"),
+        ({"kvcache_block_size": 8}, ValueError, "kvcache_block_size must be at least 16, got 8"),
+        ({"gpu_memory_utilization": 1.5}, ValueError, "gpu_memory_utilization must be between 0 and 1, got 1.5"),
         ({"gpu_memory_utilization": "0.9"}, TypeError, "gpu_memory_utilization must be a number"),
+        ({"gpu_memory_utilization": 0}, ValueError, "gpu_memory_utilization must be above 0, got 0"),
+        ({"overlap": 1}, TypeError, "overlap must be True, False or None, got 1"),
+        ({"device": None}, TypeError, "device must be a string"),
+        ({"dtype": np.array(["float32"])}, ValueError, "dtype must be one of"),
         ({"enforce_eager": 1}, TypeError, "enforce_eager must be True or False, got 1"),
         ({"dtype": "int8"}, ValueError, "dtype must be one of auto, float32, bfloat16, float16, got 'int8'"),
         ({"load_format": "pt"}, ValueError, "load_format must be one of auto, dummy, got 'pt'"),
         ({"attention_backend": "magic"}, ValueError, "attention_backend must be one of"),
-        ({"tensor_parallel_size": 0}, ValueError, "tensor_parallel_size must be between"),
+        ({"tensor_parallel_size": 0}, ValueError, "tensor_parallel_size must be at least 1, got 0"),
         ({"tensor_parallel_size": 2}, ValueError, "tensor_parallel_size must be 1 in this version, got 2"),
-        ({"seed": 2**63}, ValueError, "seed must be between"),
+        ({"seed": 2**63}, ValueError, "seed must be at most"),
     ],
 )
 def test_wrong_options_are_refused_by_name(options, error, message):
     with pytest.raises(error, match=message):
         Config.build("model", options)
+
+
+def test_numpy_numbers_become_plain_ones():
+    config = Config.build(
+        "model", {"max_num_seqs": np.uint8(200), "seed": np.int64(7), "kvcache_block_size": np.int8(32)}
+    )
+    assert [type(v) for v in (config.max_num_seqs, config.seed, config.kvcache_block_size)] == [int, int, int]
 
 
 def test_model_must_be_a_path_or_an_id():
@@ -57,6 +69,8 @@ def test_dtype_follows_the_checkpoint_where_the_machine_is_fast_in_it(caplog, mo
     assert len(caplog.records) == 2
     assert "using torch.float32" in caplog.text
     assert choose_dtype("bfloat16", config_with(torch.float32), cpu) is torch.bfloat16
+    with pytest.raises(ValueError, match=r"dtype torch\.int8 is not supported"):
+        choose_dtype("auto", config_with("int8"), cpu)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
     assert choose_dtype("auto", config_with(torch.bfloat16), cpu) is torch.bfloat16
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: False)

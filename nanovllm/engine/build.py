@@ -116,8 +116,9 @@ def choose_dtype(name: str, hf_config: Any, device: torch.device) -> torch.dtype
     if name != "auto":
         return getattr(torch, name)
     dtype = getattr(hf_config, "dtype", None) or getattr(hf_config, "torch_dtype", None) or torch.float32
-    if isinstance(dtype, str):
-        dtype = getattr(torch, dtype)
+    dtype = getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"the checkpoint's dtype {dtype} is not supported; choose one with the option dtype")
     chosen = dtype
     if device.type == "cpu" and dtype != torch.float32 and not _cpu_is_fast_in_16_bits(dtype):
         chosen = torch.float32
@@ -187,8 +188,8 @@ def load_model(spec: DecoderSpec, build: Build, config: Config, checkpoint: Chec
     """Build the model and fill its parameters."""
     try:
         model = DecoderForCausalLM(spec, build)
-    except torch.OutOfMemoryError as error:
-        raise ValueError(f"the model's weights do not fit the GPU's free memory: {error}") from error
+    except RuntimeError as error:  # what torch raises for memory it cannot have, on either device
+        raise ValueError(f"no memory for the model's weights on {build.device}: {error}") from error
     if config.load_format == "dummy":
         fill_with_random_weights(model, config.seed)
     else:

@@ -1,25 +1,26 @@
 """The engine: requests in, completions out."""
 
-import time
+import threading
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
-from numbers import Integral
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from tqdm.auto import tqdm
 
 from nanovllm.config import Config
 from nanovllm.engine.build import build_engine_parts
+from nanovllm.engine.inputs import InputProcessor, Prompt, params_list, prompt_list
 from nanovllm.engine.model_runner import StepResult
+from nanovllm.engine.request import Output, Request, StreamOutput, stop_checker
 from nanovllm.engine.scheduler import Batch
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.engine.step import StepBuilder
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.progress import Progress
 
-Prompt = str | Seq[int]
-Output = dict[str, Any]
+Messages = Seq[Mapping[str, Any]]
 
 
 class LLMEngine:
@@ -37,16 +38,19 @@ class LLMEngine:
         self.config = Config.build(model, options)
         parts = build_engine_parts(self.config)
         self.tokenizer = parts.tokenizer
-        self.max_model_len = parts.max_model_len
-        self.vocab_size = parts.vocab_size
         self.model_runner = parts.model_runner
         self.scheduler = parts.scheduler
-        self._step_builder = StepBuilder(self.scheduler.max_num_seqs)
+        blocks = self.scheduler.block_manager
+        self._inputs = InputProcessor(
+            self.tokenizer, parts.vocab_size, parts.max_model_len, blocks.num_blocks, blocks.block_size
+        )
+        self._step_builder = StepBuilder(self.scheduler.max_num_seqs, self.scheduler.eos_token_ids)
         self._max_in_flight = 1 if parts.overlap else 0  # steps whose tokens the next step does not wait for
         self._in_flight: deque[tuple[Batch, StepResult]] = deque()
         self._next_seq_id = 0
-        self._sequences: dict[int, Sequence] = {}  # unfinished ones
-        self._unreported: list[Sequence] = []  # finished while `generate` ran for others
+        self._requests: dict[int, Request] = {}  # unfinished ones, by each of their sequences' ids
+        self._finished: list[Request] = []  # not yet taken by whoever asked for them
+        self._lock = threading.RLock()
         self._closed = False
 
     # ---- requests ------------------------------------------------------------------------------------------
@@ -64,25 +68,41 @@ class LLMEngine:
         Raises:
             TypeError, ValueError: a prompt or parameters that can never run.
         """
-        self._check_open()
-        params = sampling_params if sampling_params is not None else SamplingParams()
-        return self._enqueue(self._validated_ids(prompt, "request"), _validated_params(params, "request"))
+        with self._open():
+            ids = self._inputs.token_ids(prompt, "request")
+            return self._enqueue(ids, self._inputs.params(sampling_params, "request")).request_id
 
     def step(self) -> tuple[list[tuple[int, list[int]]], int]:
         """Run one step.
 
         Returns:
-            ([(seq_id, completion token ids)] of the requests that it finished, number of tokens it processed).
+            ([(seq_id, token ids of the first completion)] of the requests that it finished, number of tokens that it
+            processed).
         """
-        self._check_open()
-        finished, batch = self._step()
-        finished = self._unreported + finished
-        self._unreported = []
-        return [(seq.seq_id, seq.completion_token_ids) for seq in finished], batch.num_tokens
+        with self._open():
+            batch = self._step()
+            finished = self._take_finished()
+            return [(r.request_id, r.sequences[0].completion_token_ids) for r in finished], batch.num_tokens
+
+    def step_outputs(self) -> list[tuple[int, Output]]:
+        """Run one step; (seq_id, output as from `generate`) of each request that it finished."""
+        with self._open():
+            self._step()
+            return [(request.request_id, request.output()) for request in self._take_finished()]
 
     def is_finished(self) -> bool:
         """True when no request is left to run or to be reported by `step`."""
-        return self.scheduler.is_finished() and not self._unreported
+        with self._open():
+            return self.scheduler.is_finished() and not self._finished
+
+    def abort(self, seq_id: int) -> bool:
+        """Drop a request that `add_request` returned; False when there is no such unfinished request."""
+        with self._open():
+            request = self._requests.get(seq_id)
+            if request is None or request.request_id != seq_id:
+                return False
+            self._abort([request])
+            return True
 
     # ---- whole batches -------------------------------------------------------------------------------------
 
@@ -100,27 +120,40 @@ class LLMEngine:
             use_tqdm: show a progress bar.
 
         Returns:
-            One dict a prompt, in order: `text` (None without a tokenizer), `token_ids`, `finish_reason`
-            ("stop" or "length"), `prompt_token_ids`, `num_cached_tokens` (prompt tokens found in the prefix cache).
+            One dict a prompt, in order: `text` (None without a tokenizer), `token_ids`, `finish_reason` ("stop" or
+            "length"), `stop_reason` (the stop string or stop token id that ended it), `prompt_token_ids`,
+            `num_cached_tokens` (prompt tokens found in the prefix cache), `metrics` (seconds: `queue_time`,
+            `time_to_first_token`, `time_per_output_token`), `logprobs` where asked for (a dict a token: id to
+            `logprob` and `token`), and for `n` > 1 `completions`, a list of dicts of which the first is repeated above.
 
         Raises:
             TypeError, ValueError: naming the prompt and what is wrong with it; nothing has run then.
         """
-        self._check_open()
-        prompt_list = _as_prompt_list(prompts)
-        params_list = _as_params_list(sampling_params, len(prompt_list))
-        ids_list = [self._validated_ids(prompt, f"prompt {i}") for i, prompt in enumerate(prompt_list)]
-        seqs = [self._sequences[self._enqueue(ids, params)] for ids, params in zip(ids_list, params_list, strict=True)]
+        checked = self._checked(prompts, sampling_params)
+        requests: list[Request] = []
         try:
-            self._run(seqs, use_tqdm)
+            self._enqueue_all(checked, requests)
+            self._run(requests, use_tqdm)
+            return [request.output() for request in requests]
         except BaseException:
-            self._abort(seqs)  # nothing of this call may be answered in the next
+            with self._open():
+                self._abort(requests)  # nothing of this call may be answered in the next
             raise
-        return self._outputs(seqs)
+
+    def stream(
+        self,
+        prompts: Prompt | Seq[Prompt],
+        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+    ) -> Iterator[StreamOutput]:
+        """Complete prompts and yield what comes as it comes; leaving the loop early aborts the rest.
+
+        Args, Raises: as for `generate`; a bad prompt is refused by this call, before the first iteration.
+        """
+        return self._stream(self._checked(prompts, sampling_params))
 
     def chat(
         self,
-        messages: Seq[Mapping[str, Any]] | Seq[Seq[Mapping[str, Any]]],
+        messages: Messages | Seq[Messages],
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
         use_tqdm: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -133,30 +166,38 @@ class LLMEngine:
             chat_template_kwargs: passed to the template, e.g. `{"enable_thinking": False}`.
 
         Raises:
-            ValueError: no tokenizer or no chat template, or messages that the template refuses.
+            TypeError, ValueError: no tokenizer or no chat template, or messages that the template refuses.
         """
-        self._check_open()
+        if isinstance(messages, (str, Mapping)) or not isinstance(messages, Seq):
+            raise TypeError(f"messages must be a list of messages or of conversations, got {messages!r}")
         if not messages:
             raise ValueError("messages is empty")
-        conversations: Seq[Any] = [messages] if isinstance(messages[0], Mapping) else messages
-        kwargs = dict(chat_template_kwargs or {})
-        prompts = [self._render_chat(talk, i, kwargs) for i, talk in enumerate(conversations)]
+        talks: Seq[Any] = [messages] if isinstance(messages[0], Mapping) else messages
+        kwargs = _template_kwargs(chat_template_kwargs)
+        with self._open():
+            prompts = [self._inputs.chat(talk, f"conversation {i}", kwargs) for i, talk in enumerate(talks)]
         return self.generate(prompts, sampling_params, use_tqdm)
+
+    def render_chat(self, messages: Messages, chat_template_kwargs: Mapping[str, Any] | None = None) -> list[int]:
+        """Token ids of one conversation in the model's own format, ready to be answered."""
+        with self._open():
+            return self._inputs.chat(messages, "conversation", _template_kwargs(chat_template_kwargs))
 
     # ---- lifecycle -----------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Give back the memory. Further use is an error; closing again is not."""
-        if self._closed:
-            return
-        self._closed = True
-        self._sequences.clear()
-        self._unreported.clear()
-        self._in_flight.clear()
-        self.model_runner.drop_graphs()
-        del self.model_runner, self.scheduler
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._requests.clear()
+            self._finished.clear()
+            self._in_flight.clear()
+            self.model_runner.drop_graphs()
+            del self.model_runner, self.scheduler
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()
 
     def __enter__(self) -> "LLMEngine":
         return self
@@ -164,195 +205,152 @@ class LLMEngine:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise RuntimeError("this LLM has been closed")
+    @contextmanager
+    def _open(self) -> Iterator[None]:
+        """Hold the engine for this thread. Threads take turns by steps, so several may generate at the same time."""
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("this LLM has been closed")
+            yield
 
     # ---- inside --------------------------------------------------------------------------------------------
 
-    def _validated_ids(self, prompt: Prompt, name: str) -> list[int]:
-        ids = self._encode(prompt, name)
-        if not ids:
-            raise ValueError(f"{name}: the prompt is empty")
-        if min(ids) < 0 or max(ids) >= self.vocab_size:
-            wrong = next(i for i in ids if not 0 <= i < self.vocab_size)
-            raise ValueError(f"{name}: token id {wrong} is outside the vocabulary of {self.vocab_size}")
-        if len(ids) + 1 > self.max_model_len:
-            raise ValueError(
-                f"{name}: {len(ids)} prompt tokens and one to generate exceed max_model_len {self.max_model_len}"
-            )
-        blocks = self.scheduler.block_manager
-        if blocks.blocks_for(len(ids)) > blocks.num_blocks:
-            raise ValueError(
-                f"{name}: {len(ids)} prompt tokens need {blocks.blocks_for(len(ids))} KV blocks, the pool has "
-                f"{blocks.num_blocks} of {blocks.block_size} tokens"
-            )
-        return ids
+    def _checked(self, prompts: Any, sampling_params: Any) -> list[tuple[list[int], SamplingParams]]:
+        """Token ids and parameters of each prompt, all of them validated."""
+        listed = prompt_list(prompts)
+        listed_params = params_list(sampling_params, len(listed))
+        with self._open():
+            return [
+                (self._inputs.token_ids(prompt, f"prompt {i}"), self._inputs.params(params, f"prompt {i}"))
+                for i, (prompt, params) in enumerate(zip(listed, listed_params, strict=True))
+            ]
 
-    def _encode(self, prompt: Prompt, name: str) -> list[int]:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ValueError(f"{name}: the model came without a tokenizer, so prompts must be token ids")
-            return self.tokenizer.encode(prompt)
-        if isinstance(prompt, (bytes, Mapping)) or not isinstance(prompt, Iterable):
-            raise TypeError(f"{name}: a prompt is a str or a list of token ids, got {prompt!r}")
-        ids = list(prompt)
-        if set(map(type, ids)) <= {int}:  # the usual case, checked at the speed of C
-            return ids
-        for i in ids:
-            if isinstance(i, bool) or not isinstance(i, Integral):
-                raise TypeError(f"{name}: token ids must be integers, got {i!r}")
-        return [int(i) for i in ids]
+    def _enqueue_all(self, checked: list[tuple[list[int], SamplingParams]], requests: list[Request]) -> None:
+        """Queue all; `requests` grows with each, so that the caller knows them whenever this is interrupted."""
+        with self._open():
+            for ids, params in checked:
+                self._enqueue(ids, params, requests)
 
-    def _render_chat(self, conversation: Seq[Mapping[str, Any]], index: int, kwargs: dict[str, Any]) -> list[int]:
-        name = f"conversation {index}"
-        if self.tokenizer is None:
-            raise ValueError(f"{name}: the model came without a tokenizer, so it cannot chat")
-        if getattr(self.tokenizer, "chat_template", None) is None:
-            raise ValueError(f"{name}: the model's tokenizer has no chat template; use generate()")
-        try:
-            text = self.tokenizer.apply_chat_template(
-                conversation, tokenize=False, add_generation_prompt=True, **kwargs
-            )
-        except Exception as error:  # templates are programs of the model's author and raise what they like
-            raise ValueError(f"{name}: the chat template refused it: {error}") from error
-        # The template writes the beginning-of-sequence token itself where the model wants one.
-        return self.tokenizer.encode(text, add_special_tokens=False)
+    def _enqueue(self, ids: list[int], params: SamplingParams, requests: list[Request] | None = None) -> Request:
+        first_id = self._next_seq_id
+        self._next_seq_id += params.n
+        max_len = self._inputs.max_len
+        if params.max_tokens is not None:
+            max_len = min(max_len, len(ids) + params.max_tokens)
+        base = request_seed(self.config.seed, first_id) if params.seed is None else params.seed
+        sequences = [
+            Sequence(first_id + i, ids, params, max_len, completion_seed(base, i), stop_checker(self.tokenizer, params))
+            for i in range(params.n)
+        ]
+        request = Request(sequences, self.tokenizer)
+        if requests is not None:
+            requests.append(request)
+        for seq in sequences:
+            self._requests[seq.seq_id] = request
+            self.scheduler.add(seq)
+        return request
 
-    def _enqueue(self, ids: list[int], params: SamplingParams) -> int:
-        blocks = self.scheduler.block_manager
-        # The last token needs no KV: a sequence may fill the pool and then end with one token more.
-        max_len = min(len(ids) + params.max_tokens, self.max_model_len, blocks.num_blocks * blocks.block_size + 1)
-        seq_id = self._next_seq_id
-        self._next_seq_id += 1
-        seq = Sequence(seq_id, ids, params, max_len, request_seed(self.config.seed, seq_id))
-        self._sequences[seq_id] = seq
-        self.scheduler.add(seq)
-        return seq_id
+    def _step(self) -> Batch:
+        """Launch the next step, then take in the tokens of the oldest one in flight, if it is its turn.
 
-    def _step(self) -> tuple[list[Sequence], Batch]:
-        """Launch the next step, then take in the tokens of the oldest one in flight, if it is its turn."""
+        Requests that this finishes wait in `_finished` until whoever asked for them takes them.
+        """
         try:
             batch = self.scheduler.schedule()
             if batch.items:
                 self._in_flight.append((batch, self.model_runner.launch(self._step_builder.build(batch))))
             assert self._in_flight or self.scheduler.is_finished(), "no step can run and none is running"
-            finished: list[Sequence] = []
             if self._in_flight and (not batch.items or len(self._in_flight) > self._max_in_flight):
                 done, result = self._in_flight.popleft()
-                finished = self.scheduler.postprocess(done, result.token_ids())
+                self._retire(self.scheduler.postprocess(done, result.token_ids(), result.logprobs()))
+            if self.scheduler.is_finished():
+                self._in_flight.clear()  # rows that ran on after an end-of-sequence token: nobody asks for the results
+            return batch
         except BaseException:
             self._recover()
             raise
-        for seq in finished:
-            del self._sequences[seq.seq_id]
-        if self.scheduler.is_finished():
-            self._in_flight.clear()  # rows that ran on after an end-of-sequence token: nobody asks for those results
-        return finished, batch
+
+    def _retire(self, ended: Seq[Sequence]) -> None:
+        """Forget ended sequences; requests of which none is left are finished."""
+        for seq in ended:
+            request = self._requests[seq.seq_id]
+            if request.finished and request not in self._finished:
+                self._finished.append(request)
+            del self._requests[seq.seq_id]
+
+    def _take_finished(self) -> list[Request]:
+        finished, self._finished = self._finished, []
+        return finished
 
     def _recover(self) -> None:
         """After a step that broke off anywhere: all unfinished sequences wait again, with the tokens they have."""
         self._in_flight.clear()
-        ended = [seq for seq in self._sequences.values() if seq.status is Status.FINISHED]
-        for seq in ended:
-            del self._sequences[seq.seq_id]
-        self._unreported += ended
-        self.scheduler.reset(list(self._sequences.values()))
+        sequences = [self._sequence(seq_id) for seq_id in self._requests]
+        self._retire([seq for seq in sequences if seq.status is Status.FINISHED])
+        self.scheduler.reset([seq for seq in sequences if seq.status is not Status.FINISHED])
 
-    def _run(self, seqs: list[Sequence], use_tqdm: bool) -> None:
-        """Step until all of `seqs` are finished; what else finishes waits for `step`."""
-        open_ids = {seq.seq_id for seq in seqs}
-        with Progress(len(seqs), use_tqdm) as progress:
-            while open_ids:
-                finished, batch = self._step()
-                mine = [seq for seq in finished if seq.seq_id in open_ids]
-                open_ids.difference_update(seq.seq_id for seq in mine)
-                self._unreported.extend(seq for seq in finished if seq not in mine)
-                progress.update(batch, len(mine))
+    def _sequence(self, seq_id: int) -> Sequence:
+        request = self._requests[seq_id]
+        return request.sequences[seq_id - request.request_id]
 
-    def _abort(self, seqs: list[Sequence]) -> None:
-        for seq in seqs:
-            if self._sequences.pop(seq.seq_id, None) is not None:
-                self.scheduler.finish(seq, "abort")
-        mine = {seq.seq_id for seq in seqs}
-        self._unreported = [seq for seq in self._unreported if seq.seq_id not in mine]
+    def _run(self, requests: list[Request], use_tqdm: bool) -> None:
+        """Step until all of `requests` are finished."""
+        left = list(requests)
+        with Progress(len(requests), use_tqdm) as progress:
+            while left:
+                batch = self._step_for(left)
+                still_left = [request for request in left if not request.finished]
+                progress.update(batch, len(left) - len(still_left))
+                left = still_left
 
-    def _outputs(self, seqs: list[Sequence]) -> list[Output]:
-        completions = [seq.completion_token_ids for seq in seqs]
-        texts: list[str | None] = [None] * len(seqs)
-        if self.tokenizer is not None:
-            texts = self.tokenizer.batch_decode(completions, skip_special_tokens=True)
-        return [
-            {
-                "text": text,
-                "token_ids": token_ids,
-                "finish_reason": seq.finish_reason,
-                "prompt_token_ids": seq.token_ids[: seq.num_prompt_tokens],
-                "num_cached_tokens": seq.num_cached_tokens,
-            }
-            for seq, token_ids, text in zip(seqs, completions, texts, strict=True)
-        ]
+    def _step_for(self, requests: list[Request]) -> Batch:
+        """One step, unless another thread's steps finished all of `requests`; takes them out of `_finished`."""
+        with self._open():
+            batch = Batch([], []) if all(request.finished for request in requests) else self._step()
+            if self._finished:
+                mine = {request.request_id for request in requests}
+                self._finished = [request for request in self._finished if request.request_id not in mine]
+            return batch
+
+    def _stream(self, checked: list[tuple[list[int], SamplingParams]]) -> Iterator[StreamOutput]:
+        requests: list[Request] = []
+        try:
+            self._enqueue_all(checked, requests)  # not before somebody iterates
+            while not all(request.finished for request in requests):
+                self._step_for(requests)
+                for index, request in enumerate(requests):
+                    yield from request.increments(index)
+        finally:
+            with self._lock:
+                if not self._closed:
+                    self._abort(requests)
+
+    def _abort(self, requests: list[Request]) -> None:
+        """End what is unfinished of these requests and forget them all."""
+        for request in requests:
+            for seq in request.sequences:
+                if seq.status is not Status.FINISHED:
+                    self.scheduler.finish(seq, "abort")
+                self._requests.pop(seq.seq_id, None)
+        self._finished = [request for request in self._finished if request not in requests]
 
 
-class Progress:
-    """Bar over finished prompts, with the rates of the last second's prefill and decode steps."""
-
-    INTERVAL = 0.5  # seconds between updates of the rates
-
-    def __init__(self, total: int, enabled: bool):
-        self._bar = tqdm(total=total, desc="Generating", unit="prompt", dynamic_ncols=True, disable=not enabled)
-        self._since = time.perf_counter()
-        self._prefill = self._decode = 0
-
-    def update(self, batch: Batch, num_finished: int) -> None:
-        if self._bar.disable:
-            return
-        self._decode += batch.num_decode_tokens
-        self._prefill += batch.num_tokens - batch.num_decode_tokens
-        elapsed = time.perf_counter() - self._since
-        if elapsed > self.INTERVAL:
-            rates = {"prefill": f"{self._prefill / elapsed:.0f} tok/s", "decode": f"{self._decode / elapsed:.0f} tok/s"}
-            self._bar.set_postfix(rates, refresh=False)
-            self._since += elapsed
-            self._prefill = self._decode = 0
-        self._bar.update(num_finished)
-
-    def __enter__(self) -> "Progress":
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._bar.close()
+def _template_kwargs(kwargs: Any) -> dict[str, Any]:
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise TypeError(f"chat_template_kwargs must be a dict, got {kwargs!r}")
+    return dict(kwargs or {})
 
 
 def request_seed(engine_seed: int, seq_id: int) -> int:
     """Seed of a request's draws: any 64-bit mix of both does; this one is invertible in `seq_id`."""
-    mixed = (engine_seed * 0x9E3779B97F4A7C15 + (seq_id + 1) * 0xBF58476D1CE4E5B9) % 2**64
-    return mixed - 2**64 if mixed >= 2**63 else mixed
+    return _signed(engine_seed * 0x9E3779B97F4A7C15 + (seq_id + 1) * 0xBF58476D1CE4E5B9)
 
 
-def _as_prompt_list(prompts: Any) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    if isinstance(prompts, (bytes, Mapping)) or not isinstance(prompts, Iterable):
-        raise TypeError(f"prompts must be a str, token ids or a list of them, got {prompts!r}")
-    prompt_list = list(prompts)
-    if prompt_list and isinstance(prompt_list[0], Integral) and not isinstance(prompt_list[0], bool):
-        return [prompt_list]
-    return prompt_list
+def completion_seed(seed: int, completion: int) -> int:
+    """Seed of one of `n` completions; the first one's is the request's own."""
+    return _signed(seed + completion * 0x94D049BB133111EB)
 
 
-def _as_params_list(params: Any, count: int) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
-    if not isinstance(params, Iterable):
-        raise TypeError(f"sampling_params must be SamplingParams or a list of them, got {params!r}")
-    params_list = list(params)
-    if len(params_list) != count:
-        raise ValueError(f"{len(params_list)} sampling_params were given for {count} prompts")
-    return [_validated_params(p, f"prompt {i}") for i, p in enumerate(params_list)]
-
-
-def _validated_params(params: Any, name: str) -> SamplingParams:
-    if not isinstance(params, SamplingParams):
-        raise TypeError(f"{name}: sampling_params must be SamplingParams, got {params!r}")
-    return params
+def _signed(value: int) -> int:
+    value %= 2**64
+    return value - 2**64 if value >= 2**63 else value

@@ -3,7 +3,9 @@
 import gc
 import logging
 import os
+import re
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -33,7 +35,11 @@ def allocate_kv_cache(
     Zeroed, because the torch backend multiplies what is beyond a sequence's length by a weight of 0.
     """
     shape = (spec.num_layers, 2, num_blocks + 1, block_size, spec.num_kv_heads, spec.head_dim)
-    return torch.zeros(shape, dtype=dtype, device=device)
+    try:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    except RuntimeError as error:  # what torch raises for memory it cannot have, on either device
+        gib = (num_blocks + 1) * kv_bytes_per_block(spec, dtype, block_size) / GIB
+        raise ValueError(f"no memory for {num_blocks} KV blocks ({gib:.2f} GiB); lower num_kvcache_blocks") from error
 
 
 def cpu_pool_blocks(block_bytes: int, block_size: int, max_num_seqs: int, max_model_len: int) -> int:
@@ -53,6 +59,11 @@ def cpu_pool_blocks(block_bytes: int, block_size: int, max_num_seqs: int, max_mo
 
 
 def _available_host_bytes() -> int:
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():  # counts what the page cache would give back, which sysconf does not
+        found = re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text(encoding="ascii"))
+        if found:
+            return int(found[1]) * 1024
     pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"  # macOS has the second only
     return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
 
@@ -145,6 +156,6 @@ def largest_step(limits: Limits) -> StepInput:
         token_ids=np.zeros(num_tokens, dtype=np.int32),
         samples=np.ones(num_seqs, dtype=np.int32),
         table_changes=np.zeros((3, 0), dtype=np.int32),
-        row_params=np.zeros((5, 0), dtype=np.int32),
+        row_params=np.zeros((7, 0), dtype=np.int32),
         any_filtered=True,
     )

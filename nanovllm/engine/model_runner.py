@@ -10,12 +10,13 @@ import numpy as np
 import torch
 
 from nanovllm.config import Limits
+from nanovllm.engine.draw import Drawer, Drawn
 from nanovllm.engine.graph_runner import GraphRunner
+from nanovllm.engine.scheduler import Logprobs
 from nanovllm.engine.staging import PinnedStaging
 from nanovllm.engine.step import ON_DEVICE, RowState, Step, StepInput
 from nanovllm.layers.attention import AttentionBackend
 from nanovllm.layers.ops import Ops
-from nanovllm.layers.sampler import sample
 from nanovllm.models.decoder import DecoderForCausalLM
 
 
@@ -26,6 +27,7 @@ class StepResult:
     samples: np.ndarray  # [S] 1 where the step drew a token
     tokens: torch.Tensor  # [number of ones in samples] int64, on the host once `ready`
     ready: torch.cuda.Event | None  # None when there is nothing to wait for
+    logprob_tensors: tuple[torch.Tensor, torch.Tensor] | None = None  # ids and values, on the device
 
     def token_ids(self) -> list[int]:
         """[S] token ids, 0 where nothing was drawn. Waits for the device."""
@@ -36,6 +38,13 @@ class StepResult:
             return drawn
         ids = iter(drawn)
         return [next(ids) if samples else 0 for samples in self.samples.tolist()]
+
+    def logprobs(self) -> list[Logprobs] | None:
+        """[S] log-probabilities, empty where nothing was drawn; None when nobody asked. Waits for the device."""
+        if self.logprob_tensors is None:
+            return None
+        rows = zip(*(tensor.tolist() for tensor in self.logprob_tensors), strict=True)
+        return [next(rows) if samples else ([], []) for samples in self.samples.tolist()]
 
 
 class ModelRunner:
@@ -64,6 +73,7 @@ class ModelRunner:
         self.block_size = kv_cache.shape[3]
         max_blocks = -(-limits.max_model_len // self.block_size)
         self.rows = RowState.allocate(limits.max_num_seqs, max_blocks, kv_cache.shape[2] - 1, self.device)
+        self._drawer = Drawer(self.rows, ops)
         self.graphs: GraphRunner | None = None
         self._staging: PinnedStaging | None = None
         if self.device.type == "cuda":
@@ -89,51 +99,36 @@ class ModelRunner:
         if inputs.table_changes.size or inputs.row_params.size:
             self.rows.apply(*self._to_device(inputs.table_changes, inputs.row_params))
         if self.graphs is not None and inputs.is_decode and self.graphs.fits(len(inputs.rows)):
-            tokens = self._replay(inputs, self.graphs)
+            tokens, logprobs = self._replay(inputs, self.graphs)
         else:
-            tokens = self._run_eagerly(inputs)
+            tokens, logprobs = self._run_eagerly(inputs)
         if self._staging is None:
-            return StepResult(inputs.samples, tokens, None)
-        return StepResult(inputs.samples, *self._staging.fetch(tokens))
+            return StepResult(inputs.samples, tokens, None, logprobs)
+        return StepResult(inputs.samples, *self._staging.fetch(tokens), logprobs)
 
-    def draw(self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, filtered: bool) -> torch.Tensor:
-        """Sample one token a row and remember it as the row's last.
-
-        Args:
-            logits: [n, vocab_size].
-            rows: [n] int64, rows of the sequences.
-            positions: [n] int64, places of the drawn tokens.
-            filtered: whether some row has top_p < 1.
-        """
-        state = self.rows
-        top_ps = state.top_ps[rows] if filtered else None
-        tokens = sample(self.ops, logits, state.temperatures[rows], top_ps, state.seeds[rows], positions)
-        state.last_tokens[rows] = tokens
-        return tokens
-
-    def _replay(self, inputs: StepInput, graphs: GraphRunner) -> torch.Tensor:
+    def _replay(self, inputs: StepInput, graphs: GraphRunner) -> Drawn:
         assert self._staging is not None
         n = len(inputs.rows)
         host, device = graphs.inputs_for(inputs.rows, inputs.starts + 1)
         self._staging.copy_into(host, device)
         tokens, logits = graphs.replay(n)
-        if inputs.any_filtered:  # the graph drew from unfiltered logits: draw again
-            rows, context_lens = device[0, :n].long(), device[1, :n].long()
-            tokens = self.draw(logits, rows, context_lens, filtered=True)
-        return tokens
+        if inputs.is_plain:
+            return tokens, None
+        # The graph drew with temperature and seed only: draw again from its logits.
+        return self._drawer.draw(logits, device[0, :n].long(), device[1, :n].long(), inputs)
 
-    def _run_eagerly(self, inputs: StepInput) -> torch.Tensor:
+    def _run_eagerly(self, inputs: StepInput) -> Drawn:
         input_ids, step, last = self._prepare(inputs)
         hidden = self.model(input_ids, step)
         if not len(last):
-            return torch.empty(0, dtype=torch.int64, device=self.device)
+            return torch.empty(0, dtype=torch.int64, device=self.device), None
         if len(last) != len(hidden):
             hidden = hidden[last]  # the head only sees rows that sample
         rows = step.rows
         if len(last) != len(rows):
             rows = self._to_device(inputs.rows[inputs.samples.astype(bool)])[0]
         logits = self.model.compute_logits(hidden)
-        return self.draw(logits, rows.long(), step.positions[last] + 1, inputs.any_filtered)
+        return self._drawer.draw(logits, rows.long(), step.positions[last] + 1, inputs)
 
     def _prepare(self, inputs: StepInput) -> tuple[torch.Tensor, Step, torch.Tensor]:
         """(token ids [T], the step, index of each sampling sequence's last token)."""

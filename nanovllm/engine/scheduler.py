@@ -13,11 +13,14 @@ pool, so the engine always makes progress.
 Steps may overlap: `schedule` for step N+1 may run before `postprocess` for step N.
 """
 
+import time
 from collections import deque
 from dataclasses import dataclass
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import Sequence, Status
+
+Logprobs = tuple[list[int], list[float]]  # token ids and log-probabilities of one draw, the drawn token first
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,21 +104,29 @@ class Scheduler:
         admitted = [] if num_preempted else self._admit(budget, items)
         return Batch(items, admitted)
 
-    def postprocess(self, batch: Batch, token_ids: list[int]) -> list[Sequence]:
+    def postprocess(self, batch: Batch, token_ids: list[int], logprobs: list[Logprobs] | None = None) -> list[Sequence]:
         """Take in the results of a step; return the sequences that it finished.
 
         Args:
             batch: a step, in the order in which steps were scheduled.
             token_ids: the token sampled for each item of `batch` (any value where it does not sample).
+            logprobs: for each item, when some item asked for them.
         """
         finished: list[Sequence] = []
-        for item, token_id in zip(batch.items, token_ids, strict=True):
+        now = time.perf_counter()
+        for i, (item, token_id) in enumerate(zip(batch.items, token_ids, strict=True)):
             seq = item.seq
             if seq.status is Status.FINISHED:
                 continue  # ended or aborted while this step was in flight: its result is dropped
             if item.samples:
                 seq.num_pending_tokens -= 1
                 seq.token_ids.append(token_id)
+                if not seq.first_token:
+                    seq.first_token = now
+                if logprobs is not None and seq.params.logprobs is not None:
+                    ids, values = logprobs[i]
+                    count = 1 + seq.params.logprobs  # the drawn token and the most likely ones
+                    seq.logprobs.append(dict(zip(ids[:count], values[:count], strict=True)))
             if seq.num_preemptions == item.epoch:
                 self.block_manager.publish(seq, item.end)
             reason = self._finish_reason(seq) if item.samples else None
@@ -129,10 +140,11 @@ class Scheduler:
         if seq.status is Status.RUNNING:
             self.running.remove(seq)
             self._release(seq)
-        else:
+        elif seq in self.waiting:  # not yet, if adding it was interrupted
             self.waiting.remove(seq)
         seq.status = Status.FINISHED
         seq.finish_reason = reason
+        seq.ended = time.perf_counter()
 
     def reset(self, unfinished: list[Sequence]) -> None:
         """Start over with these sequences, in order of arrival, after a step that broke off anywhere.
@@ -219,7 +231,8 @@ class Scheduler:
 
     def _start(self, seq: Sequence, prefix: list[int]) -> None:
         self.block_manager.allocate(seq, prefix)
-        if not seq.num_preemptions:
+        if not seq.started:
+            seq.started = time.perf_counter()
             seq.num_cached_tokens = seq.num_computed_tokens
         seq.row = self._free_rows.pop()
         seq.status = Status.RUNNING
@@ -243,6 +256,16 @@ class Scheduler:
         return blocks.chain(seq, num_cached_blocks + 1)[num_cached_blocks][0]
 
     def _finish_reason(self, seq: Sequence) -> str | None:
-        if seq.token_ids[-1] in self.eos_token_ids and not seq.params.ignore_eos:
+        """Why the token that just came is the last one, if it is; sets `stop_reason`."""
+        params, token_id = seq.params, seq.token_ids[-1]
+        may_stop = seq.num_completion_tokens > params.min_tokens
+        if seq.stop_checker is not None:
+            seq.stop_reason = seq.stop_checker.push(seq.completion_ids_from(seq.stop_checker.num_tokens), may_stop)
+            if seq.stop_reason is not None:
+                return "stop"
+        if may_stop and token_id in params.stop_token_ids:
+            seq.stop_reason = token_id
+            return "stop"
+        if may_stop and token_id in self.eos_token_ids and not params.ignore_eos:
             return "stop"
         return "length" if len(seq.token_ids) >= seq.max_len else None

@@ -10,8 +10,10 @@ tokens have been sampled on the device, but the host does not know their values 
 """
 
 import enum
+import time
 from collections.abc import Sequence as Seq
 
+from nanovllm.engine.detokenizer import StopChecker
 from nanovllm.sampling_params import SamplingParams
 
 
@@ -30,9 +32,18 @@ class Sequence:
         params: how to sample.
         max_len: length, prompt included, at which the sequence ends with "length".
         seed: 64-bit seed of its random draws.
+        stop_checker: looks for the stop strings, if there are any.
     """
 
-    def __init__(self, seq_id: int, prompt_token_ids: Seq[int], params: SamplingParams, max_len: int, seed: int):
+    def __init__(
+        self,
+        seq_id: int,
+        prompt_token_ids: Seq[int],
+        params: SamplingParams,
+        max_len: int,
+        seed: int,
+        stop_checker: StopChecker | None = None,
+    ):
         self.seq_id = seq_id
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
@@ -41,6 +52,14 @@ class Sequence:
         self.seed = seed
         self.status = Status.WAITING
         self.finish_reason: str | None = None
+        self.stop_reason: str | int | None = None  # the stop string or stop token id, None for end-of-sequence
+        self.stop_checker = stop_checker
+        self.logprobs: list[dict[int, float]] = []  # of each generated token, if asked for
+        self.num_streamed_tokens = 0
+        # Looked at every step: needs nothing from the sampler but temperature and seed.
+        self.is_plain = not (params.filtered or params.edits_logits or params.logprobs is not None)
+        self.arrived = time.perf_counter()
+        self.started = self.first_token = self.ended = 0.0  # times, as `arrived`
         self.num_computed_tokens = 0
         self.num_pending_tokens = 0
         self.num_cached_tokens = 0  # prompt tokens whose KV was found in the prefix cache at first admission
@@ -76,5 +95,22 @@ class Sequence:
         return self.num_tokens >= self.max_len
 
     @property
+    def num_completion_tokens(self) -> int:
+        """Known ones."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
     def completion_token_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
+
+    def completion_ids_from(self, start: int) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens + start :]
+
+    def metrics(self) -> dict[str, float | None]:
+        """Seconds: in the queue, to the first token, and for each further one. None for what did not happen."""
+        further = self.num_completion_tokens - 1
+        return {
+            "queue_time": self.started - self.arrived if self.started else None,
+            "time_to_first_token": self.first_token - self.arrived if self.first_token else None,
+            "time_per_output_token": (self.ended - self.first_token) / further if further > 0 else None,
+        }

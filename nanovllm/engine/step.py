@@ -5,12 +5,15 @@ parameters of running sequences in `RowState` and receive only changes.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
+from nanovllm.engine.logit_edits import LogitEdits, build_logit_edits
 from nanovllm.engine.scheduler import Batch
 from nanovllm.engine.sequence import Sequence
+from nanovllm.layers.sampler import Filters
 
 ON_DEVICE = -1  # in `token_ids`: the row's last sampled token, which is on the device already
 
@@ -25,8 +28,15 @@ class StepInput:
     token_ids: np.ndarray  # [T]
     samples: np.ndarray  # [S] 1 where the next token is drawn
     table_changes: np.ndarray  # [3, U] row, column, block
-    row_params: np.ndarray  # [5, A] row, temperature and top_p (float32 bits), seed low and high 32 bits
-    any_filtered: bool  # some sampling row has top_p < 1
+    row_params: np.ndarray  # [7, A] row, temperature, top_p, min_p (float32 bits), top_k, seed low and high 32 bits
+    any_filtered: bool = False  # some sampling row has top_k, top_p or min_p
+    edits: LogitEdits | None = None  # what changes logits before the draw
+    num_logprobs: int = -1  # most likely tokens to report with each drawn one; -1: report nothing
+
+    @property
+    def is_plain(self) -> bool:
+        """The draw needs temperatures and seeds only: a graph's own sampler does it."""
+        return not self.any_filtered and self.edits is None and self.num_logprobs < 0
 
     @property
     def is_decode(self) -> bool:
@@ -43,7 +53,8 @@ class StepInput:
 class StepBuilder:
     """Turns batches into `StepInput`s; remembers what the device knows of each row."""
 
-    def __init__(self, max_num_seqs: int):
+    def __init__(self, max_num_seqs: int, eos_token_ids: frozenset[int]):
+        self._eos_token_ids = eos_token_ids
         self._num_sent_blocks = [0] * max_num_seqs  # columns of the row's block table
         self._last_sampled = [-1] * max_num_seqs  # position of the row's last token, -1 when it sampled none yet
 
@@ -59,9 +70,20 @@ class StepBuilder:
             token_ids=self._token_ids(batch),
             samples=np.array([item.samples for item in items], dtype=np.int32),
             table_changes=self._table_changes(batch),
-            row_params=np.array([_row_params(seq) for seq in batch.admitted], dtype=np.int32).reshape(-1, 5).T,
-            any_filtered=any(item.samples and item.seq.params.top_p < 1 for item in items),
+            row_params=np.array([_row_params(seq) for seq in batch.admitted], dtype=np.int32).reshape(-1, 7).T,
+            **self._sampling(batch),
         )
+
+    def _sampling(self, batch: Batch) -> dict[str, Any]:
+        """The fields that plain requests leave at their defaults."""
+        special = [item.seq.params for item in batch.items if not item.seq.is_plain and item.samples]
+        if not special and all(seq.is_plain for seq in batch.admitted):
+            return {}
+        return {
+            "any_filtered": any(params.filtered for params in special),
+            "edits": build_logit_edits(batch, self._eos_token_ids),
+            "num_logprobs": max((p.logprobs for p in special if p.logprobs is not None), default=-1),
+        }
 
     def _token_ids(self, batch: Batch) -> np.ndarray:
         ids: list[int] = []
@@ -89,9 +111,9 @@ class StepBuilder:
 
 def _row_params(seq: Sequence) -> tuple[int, ...]:
     params = seq.params
-    floats = np.array([params.temperature, params.top_p], dtype=np.float32).view(np.int32)
+    floats = np.array([params.temperature, params.top_p, params.min_p], dtype=np.float32).view(np.int32)
     seed = np.array([seq.seed], dtype=np.int64).view(np.int32)
-    return seq.row, int(floats[0]), int(floats[1]), int(seed[0]), int(seed[1])
+    return seq.row, *floats.tolist(), min(params.top_k, 2**31 - 1), *seed.tolist()
 
 
 @dataclass
@@ -105,6 +127,8 @@ class RowState:
     block_tables: torch.Tensor  # [num_rows + 1, max_blocks] int32
     temperatures: torch.Tensor  # [num_rows + 1] float32
     top_ps: torch.Tensor  # [num_rows + 1] float32
+    min_ps: torch.Tensor  # [num_rows + 1] float32
+    top_ks: torch.Tensor  # [num_rows + 1] int32
     seeds: torch.Tensor  # [num_rows + 1] int64
 
     @classmethod
@@ -115,6 +139,8 @@ class RowState:
             block_tables=tables,
             temperatures=torch.zeros(num_rows + 1, device=device),
             top_ps=torch.ones(num_rows + 1, device=device),
+            min_ps=torch.zeros(num_rows + 1, device=device),
+            top_ks=torch.zeros(num_rows + 1, dtype=torch.int32, device=device),
             seeds=torch.zeros(num_rows + 1, dtype=torch.int64, device=device),
         )
 
@@ -123,7 +149,7 @@ class RowState:
         return self.last_tokens.shape[0] - 1
 
     def apply(self, table_changes: torch.Tensor, row_params: torch.Tensor) -> None:
-        """Take in a step's changes: [3, U] and [5, A] int32, on the device."""
+        """Take in a step's changes: [3, U] and [7, A] int32, on the device."""
         if table_changes.numel():
             rows, columns, blocks = table_changes
             self.block_tables[rows.long(), columns.long()] = blocks
@@ -131,7 +157,13 @@ class RowState:
             rows = row_params[0].long()
             self.temperatures[rows] = row_params[1].view(torch.float32)
             self.top_ps[rows] = row_params[2].view(torch.float32)
-            self.seeds[rows] = (row_params[4].long() << 32) | (row_params[3].long() & 0xFFFFFFFF)
+            self.min_ps[rows] = row_params[3].view(torch.float32)
+            self.top_ks[rows] = row_params[4]
+            self.seeds[rows] = (row_params[6].long() << 32) | (row_params[5].long() & 0xFFFFFFFF)
+
+    def filters(self, rows: torch.Tensor) -> Filters:
+        """Of rows [n] int64."""
+        return Filters(self.temperatures[rows], self.top_ks[rows], self.top_ps[rows], self.min_ps[rows])
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,8 @@ def inverse_frequencies(hf_config: Any, head_dim: int) -> tuple[torch.Tensor, fl
     """
     settings = rope_settings(hf_config)
     kind = settings["rope_type"]
+    if not isinstance(settings["rope_theta"], (int, float)) or settings["rope_theta"] <= 0:
+        raise ValueError(f"rope_theta must be a positive number, got {settings['rope_theta']!r}")
     if kind == "default":
         exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
         return 1.0 / settings["rope_theta"] ** exponents, 1.0

@@ -1,60 +1,94 @@
 """From logits to token ids, for rows with parameters of their own.
 
-Order of operations: temperature, then `top_p`, then one draw. The draw adds Gumbel noise to the scaled logits
-and takes the largest (Gumbel-max), with noise made from (seed, position, token id) alone: what is drawn does
-not depend on the rest of the batch.
+The draw adds Gumbel noise to the scaled logits and takes the largest (Gumbel-max), with noise made from (seed,
+position, token id) alone: what is drawn does not depend on the rest of the batch. The order of operations before it
+is documented in `SamplingParams`.
 """
+
+from dataclasses import dataclass
 
 import torch
 
-from nanovllm.layers.ops import Ops
 from nanovllm.sampling_params import GREEDY_BELOW
 
 CHUNK_ELEMENTS = 1 << 23  # logits sorted at once: bounds the memory that a full batch of filtered rows takes
 
 
-def sample(
-    ops: Ops,
-    logits: torch.Tensor,
-    temperatures: torch.Tensor,
-    top_ps: torch.Tensor | None,
-    seeds: torch.Tensor,
-    positions: torch.Tensor,
-) -> torch.Tensor:
-    """Draw one token id a row.
+@dataclass(frozen=True)
+class Filters:
+    """Which tokens a row may draw, one value a row."""
 
-    Args:
-        ops: `gumbel_sample` is used.
-        logits: [num_rows, vocab_size], any float type.
-        temperatures: [num_rows] float32, below 1e-5 means greedy.
-        top_ps: [num_rows] float32, or None when no row filters.
-        seeds: [num_rows] int64.
-        positions: [num_rows] int64, place of the drawn token in its sequence.
+    temperatures: torch.Tensor  # [n] float32, below 1e-5 means greedy: nothing is filtered
+    top_ks: torch.Tensor  # [n] int32, 0 or below is off
+    top_ps: torch.Tensor  # [n] float32, 1 is off
+    min_ps: torch.Tensor  # [n] float32, 0 is off
 
-    Returns:
-        [num_rows] int64.
-    """
-    if top_ps is not None:
-        logits = filter_top_p(logits, temperatures, top_ps)
-    return ops.gumbel_sample(logits, temperatures, seeds, positions)
+    def split(self, rows: int) -> list["Filters"]:
+        parts = (
+            self.temperatures.split(rows),
+            self.top_ks.split(rows),
+            self.top_ps.split(rows),
+            self.min_ps.split(rows),
+        )
+        return [Filters(*part) for part in zip(*parts, strict=True)]
 
 
-def filter_top_p(logits: torch.Tensor, temperatures: torch.Tensor, top_ps: torch.Tensor) -> torch.Tensor:
-    """Logits with -inf outside each row's smallest set of tokens whose probability reaches top_p.
+def apply_filters(logits: torch.Tensor, filters: Filters) -> torch.Tensor:
+    """Logits [n, vocab_size] with -inf where `top_k`, `top_p` or `min_p` of a row rule a token out.
 
-    The token that crosses the bound belongs to the set, so there is always one. Rows with top_p = 1 or a greedy
-    temperature stay as they are.
+    `top_p` works on the probabilities that `top_k` leaves, as in vLLM; the token that crosses the bound is kept, so
+    there is always one. Of equal logits the lower ids come first. Rows without filters stay as they are.
     """
     rows = max(1, CHUNK_ELEMENTS // logits.shape[1])
-    parts = zip(logits.split(rows), temperatures.split(rows), top_ps.split(rows), strict=True)
-    return torch.cat([_filter_rows(*part) for part in parts])
+    return torch.cat([_filter(part, f) for part, f in zip(logits.split(rows), filters.split(rows), strict=True)])
 
 
-def _filter_rows(logits: torch.Tensor, temperatures: torch.Tensor, top_ps: torch.Tensor) -> torch.Tensor:
-    filtering = (top_ps < 1) & (temperatures >= GREEDY_BELOW)
-    scaled = logits.float() / torch.where(filtering, temperatures, 1.0)[:, None]
+def _filter(logits: torch.Tensor, filters: Filters) -> torch.Tensor:
+    vocab_size = logits.shape[1]
+    drawing = filters.temperatures >= GREEDY_BELOW
+    scaled = logits.float() / torch.where(drawing, filters.temperatures, 1.0)[:, None]
     ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
-    probs = ordered.softmax(dim=-1)
-    outside = probs.cumsum(dim=-1) - probs >= top_ps[:, None]
-    outside &= filtering[:, None]
+    ranks = torch.arange(vocab_size, device=logits.device)
+    limits = torch.where(filters.top_ks > 0, filters.top_ks, vocab_size)
+    outside = ranks >= limits[:, None]
+    probs = ordered.masked_fill(outside, float("-inf")).softmax(dim=-1)
+    outside |= (probs.cumsum(dim=-1) - probs >= filters.top_ps[:, None]) & (filters.top_ps < 1)[:, None]
+    outside |= probs < filters.min_ps[:, None] * probs[:, :1]
+    outside &= drawing[:, None]
+    outside[:, 0] = False  # a bound may vanish in float32: the most likely token always stays
     return logits.masked_fill(torch.zeros_like(outside).scatter_(1, order, outside), float("-inf"))
+
+
+def apply_penalties(
+    logits: torch.Tensor, in_prompt: torch.Tensor, counts: torch.Tensor, penalties: torch.Tensor
+) -> torch.Tensor:
+    """Repetition (Keskar et al., 2019), frequency and presence penalty, as vLLM and OpenAI define them.
+
+    Args:
+        logits: [n, vocab_size] float32.
+        in_prompt: [n, vocab_size] bool, tokens of the prompt.
+        counts: [n, vocab_size] int, how often each token is in the completion.
+        penalties: [3, n] float32: repetition, presence, frequency.
+    """
+    repetition, presence, frequency = penalties[:, :, None]
+    in_completion = counts > 0
+    repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+    logits = torch.where(in_prompt | in_completion, repeated, logits)
+    return logits - counts * frequency - in_completion * presence
+
+
+def top_logprobs(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities of the model's own distribution.
+
+    Args:
+        logits: [n, vocab_size], untouched.
+        tokens: [n] int64, the drawn ones.
+        count: most likely tokens to report.
+
+    Returns:
+        (token ids, log-probabilities), both [n, 1 + count]; the drawn token first.
+    """
+    logprobs = logits.float().log_softmax(dim=-1)
+    values, ids = logprobs.topk(count, dim=-1)
+    drawn = tokens[:, None]
+    return torch.cat([drawn, ids], dim=-1), torch.cat([logprobs.gather(1, drawn), values], dim=-1)

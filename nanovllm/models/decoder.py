@@ -49,6 +49,12 @@ class DecoderSpec:
             raise ValueError(f"hidden_act {activation!r} is not supported, only 'silu'")
         if getattr(hf_config, "quantization_config", None):
             raise ValueError(f"quantised checkpoints are not supported: {hf_config.quantization_config}")
+        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+        for name in sizes:
+            if not isinstance(getattr(hf_config, name, None), int) or getattr(hf_config, name) < 1:
+                raise ValueError(
+                    f"{name} in the model's config must be 1 or more, got {getattr(hf_config, name, None)}"
+                )
         num_q_heads = hf_config.num_attention_heads
         num_kv_heads = getattr(hf_config, "num_key_value_heads", None) or num_q_heads
         if num_q_heads % num_kv_heads:

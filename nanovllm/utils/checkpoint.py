@@ -1,13 +1,14 @@
 """A checkpoint in either of its forms: a folder as on the Hub, or one GGUF file."""
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from nanovllm.utils.hub import resolve_model
+from nanovllm.utils.hub import is_gguf, resolve_model
 from nanovllm.utils.loader import safetensors_weights
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
@@ -35,10 +36,10 @@ class Checkpoint(Protocol):
         ...
 
 
-def open_checkpoint(model: str) -> Checkpoint:
+def open_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
     """Find `model` (folder, `.gguf` file, folder holding one, or Hub id) and open it."""
     path = resolve_model(model)
-    if path.suffix == ".gguf":
+    if is_gguf(path):
         from nanovllm.utils.gguf import GGUFCheckpoint
 
         return GGUFCheckpoint(path)
@@ -82,7 +83,10 @@ class FolderCheckpoint:
             ids = getattr(self.config(), "eos_token_id", None)
         if ids is None:
             return []
-        return [int(i) for i in ids] if isinstance(ids, (list, tuple)) else [int(ids)]
+        listed = ids if isinstance(ids, (list, tuple)) else [ids]
+        if not all(isinstance(i, int) and i >= 0 for i in listed):
+            raise ValueError(f"{self.path}: eos_token_id must be a token id or a list of them, got {ids!r}")
+        return list(listed)
 
     def _read_json(self, name: str) -> dict[str, Any] | None:
         file = self.path / name

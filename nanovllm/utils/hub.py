@@ -32,17 +32,22 @@ def resolve_model(model: str | os.PathLike[str]) -> Path:
     if name and path.is_dir():  # an empty name would be the current folder
         return _model_in_folder(path)
     if path.is_file():
-        if path.suffix != ".gguf":
+        if not is_gguf(path):
             raise ValueError(f"model {name!r} is a file, but no .gguf file; pass the folder that holds the checkpoint")
         return path
-    if isinstance(model, str) and HUB_ID.fullmatch(name) and path.suffix != ".gguf":
+    if isinstance(model, str) and HUB_ID.fullmatch(name) and not is_gguf(path):
         return _fetch(name)
     raise ValueError(f"model {name!r}: no such file or folder, and it is not a Hub id of the form org/name")
 
 
+def is_gguf(path: Path) -> bool:
+    return path.suffix.lower() == ".gguf"
+
+
 def _model_in_folder(folder: Path) -> Path:
-    files = sorted(folder.glob("*.gguf"))
-    if not files or (folder / "config.json").is_file():
+    files = sorted(file for file in folder.iterdir() if is_gguf(file) and file.is_file())
+    whole = (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
+    if not files or whole:
         return folder
     if len(files) > 1:
         found = ", ".join(file.name for file in files)

@@ -18,6 +18,8 @@ from nanovllm.layers.ops import Ops
 # Tensors that some checkpoints carry although they say nothing: rotary tables, and the head of a tied model.
 REDUNDANT = re.compile(r"rotary_emb\.inv_freq$")
 TIED_HEAD = "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
+WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def destinations(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -45,8 +47,14 @@ def load_weights(model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]], 
     """
     views = destinations(model)
     missing = set(views)
+    tied_head: torch.Tensor | None = None
     for name, tensor in tensors:
-        if REDUNDANT.search(name) or (name == TIED_HEAD and name not in views):
+        if tensor.dtype not in WEIGHT_DTYPES:
+            raise ValueError(f"{source}: tensor {name!r} has dtype {tensor.dtype}; quantised weights are not supported")
+        if REDUNDANT.search(name):
+            continue
+        if name == TIED_HEAD and name not in views:
+            tied_head = tensor
             continue
         if name not in views:
             raise ValueError(f"{source}: tensor {name!r} {list(tensor.shape)} does not belong to this model")
@@ -59,6 +67,10 @@ def load_weights(model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]], 
             )
         view.copy_(tensor)
         missing.discard(name)
+    if tied_head is not None:
+        embedding = views[EMBEDDING]
+        if tied_head.shape != embedding.shape or not torch.equal(tied_head.to(embedding), embedding):
+            raise ValueError(f"{source}: the config ties {TIED_HEAD!r} to the embedding, but the checkpoint's differs")
     if missing:
         some = ", ".join(sorted(missing)[:5]) + (", ..." if len(missing) > 5 else "")
         raise ValueError(f"{source}: {len(missing)} of {len(views)} tensors are missing: {some}")
@@ -118,6 +130,8 @@ def _indexed_files(folder: Path, index: Path) -> list[tuple[Path, set[str] | Non
         shards: dict[str, set[str]] = {}
         for name, shard in weight_map.items():
             shards.setdefault(shard, set()).add(name)
+        if not all(isinstance(shard, str) for shard in shards):
+            raise TypeError("a shard is not a string")
     except (json.JSONDecodeError, KeyError, AttributeError, TypeError, UnicodeDecodeError) as error:
         raise ValueError(f"{index}: not a valid index of safetensors shards ({error!r})") from error
     for shard in shards:
@@ -140,7 +154,7 @@ def _read_safetensors(file: Path, names: set[str] | None) -> Iterator[tuple[str,
                 raise ValueError(f"{file}: tensor {absent[0]!r} is in the index but not in the shard")
             for name in reader.keys():  # noqa: SIM118 - a safetensors reader is no mapping
                 yield name, reader.get_tensor(name)
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:
         raise ValueError(f"{file}: not a valid safetensors file ({error})") from error
 
 

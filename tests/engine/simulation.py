@@ -67,7 +67,7 @@ class Simulation:
     def __init__(self, num_blocks, block_size, max_num_seqs, max_tokens, caching=True, delay=0):
         blocks = BlockManager(num_blocks, block_size, caching)
         self.scheduler = Scheduler(blocks, max_num_seqs, max_tokens, frozenset({EOS}))
-        self.builder = StepBuilder(max_num_seqs)
+        self.builder = StepBuilder(max_num_seqs, frozenset({EOS}))
         self.device = Device(self.scheduler)
         self.delay = delay
         self.in_flight: list[tuple[Batch, list[int]]] = []

@@ -145,3 +145,14 @@ def test_random_life_of_a_pool(data):
                 content[seq.block_table[i]] = tuple(seq.token_ids[: (i + 1) * blocks.block_size])
             blocks.publish(seq, computed)
         blocks.check_integrity(alive)
+
+
+def test_publishing_under_a_colliding_key_takes_the_key_over(monkeypatch):
+    """Equal tokens after colliding parents: the second text's block must not pass for the first's."""
+    real = module.chain_key
+    monkeypatch.setattr(module, "chain_key", lambda parent, tokens: b"root" if not parent else real(parent, tokens))
+    blocks = BlockManager(8, 2)
+    compute(blocks, [1, 2, 7, 7])
+    other = compute(blocks, [3, 4, 7, 7])
+    assert blocks.find_prefix(sequence([3, 4, 7, 7, 0])) == other.block_table
+    assert blocks.find_prefix(sequence([1, 2, 7, 7, 0])) == []

@@ -1,6 +1,7 @@
 """The public surface on a small random model with a byte-level tokenizer."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -8,9 +9,12 @@ import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.model_runner import ModelRunner, StepResult
+from nanovllm.engine.request import Request
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.step import StepBuilder
+from nanovllm.kernels.reference import gumbel_noise
 from tests.helpers import reference_greedy, save_random_model, save_tokenizer, small_config
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -40,7 +44,7 @@ def llm(folder):
 def idle(llm):
     llm.scheduler.block_manager.check_integrity([])
     assert llm.is_finished()
-    assert not llm._sequences
+    assert not llm._requests
     return True
 
 
@@ -162,6 +166,22 @@ def test_chat_reports_what_the_template_raises(llm, monkeypatch):
         llm.chat([{"role": "user", "content": "hi"}], GREEDY)
 
 
+@pytest.mark.parametrize(
+    ("messages", "kwargs", "error", "message"),
+    [
+        ({"role": "user", "content": "hi"}, None, TypeError, "messages must be a list of messages or of conversations"),
+        (5, None, TypeError, "messages must be a list"),
+        ([], None, ValueError, "messages is empty"),
+        ([[5]], None, TypeError, r"conversation 0: a conversation is a list of \{'role', 'content'\} dicts"),
+        ([{"role": "user", "content": "hi"}], 5, TypeError, "chat_template_kwargs must be a dict, got 5"),
+        ([{"role": "user", "content": "hi"}], {"tokenize": True}, ValueError, "may not set tokenize"),
+    ],
+)
+def test_bad_conversations_are_refused(llm, messages, kwargs, error, message):
+    with pytest.raises(error, match=message):
+        llm.chat(messages, GREEDY, chat_template_kwargs=kwargs)
+
+
 def test_requests_one_by_one(llm, reference):
     ids = {llm.add_request([4, 5, n], SamplingParams(temperature=0, max_tokens=n, ignore_eos=True)): n for n in (2, 4)}
     finished, processed = {}, []
@@ -208,8 +228,8 @@ def test_step_that_breaks_off_anywhere_leaves_a_usable_engine(folder, reference,
             patch.setattr(owner, stage, interrupted)
             with pytest.raises(KeyboardInterrupt):
                 engine.generate([[9, 8, 7], [6, 5]], GREEDY, use_tqdm=False)
-        assert list(engine._sequences) == [other]
-        engine.scheduler.block_manager.check_integrity(engine._sequences.values())
+        assert list(engine._requests) == [other]
+        engine.scheduler.block_manager.check_integrity(r.sequences[0] for r in engine._requests.values())
         out = engine.generate([3, 3], GREEDY, use_tqdm=False)
         assert [o["token_ids"] for o in out] == [reference_greedy(reference, [3, 3], 12)]
         finished = {}
@@ -250,6 +270,10 @@ def test_request_that_finished_in_a_step_that_broke_off_is_still_reported(folder
         (7, None, TypeError, "prompts must be a str, token ids or a list of them, got 7"),
         ([[1] * 256], None, ValueError, "prompt 0: 256 prompt tokens and one to generate exceed max_model_len 256"),
         (["a", "b"], [SamplingParams()], ValueError, "1 sampling_params were given for 2 prompts"),
+        ([""], None, ValueError, "prompt 0: the prompt is empty"),
+        (["a", "b\ud800c"], None, ValueError, "prompt 1: the tokenizer refused the text"),
+        ([{1, 2}], None, TypeError, "prompt 0: a prompt is a str or a list of token ids"),
+        (["a"], {}, TypeError, r"sampling_params must be SamplingParams or a list of them, got \{\}"),
         (["a"], [0.7], TypeError, r"prompt 0: sampling_params must be SamplingParams, got 0\.7"),
         (["a"], 0.7, TypeError, r"sampling_params must be SamplingParams or a list of them, got 0\.7"),
     ],
@@ -308,9 +332,68 @@ def test_closed_engine_says_so(folder):
     engine = LLM(folder, device="cpu")
     engine.close()
     engine.close()
-    for call in (lambda: engine.generate("a"), lambda: engine.add_request("a"), engine.step, lambda: engine.chat([{}])):
+    calls = [lambda: engine.generate("a"), lambda: engine.add_request("a"), lambda: engine.chat([{}])]
+    for call in [*calls, engine.step, engine.step_outputs, engine.is_finished, lambda: list(engine.stream("a"))]:
         with pytest.raises(RuntimeError, match="this LLM has been closed"):
             call()
+
+
+def test_equal_prompts_in_one_batch_draw_differently_and_temperatures_stay_with_their_rows(llm):
+    hot, cold = (SamplingParams(temperature=t, max_tokens=16, ignore_eos=True) for t in (1.5, 0))
+    outs = [out["token_ids"] for out in llm.generate([[5, 6]] * 6, [hot, cold] * 3, use_tqdm=False)]
+    assert len({tuple(out) for out in outs[::2]}) == 3
+    assert outs[1] == outs[3] == outs[5]
+
+
+def test_draws_are_the_argmax_of_scaled_logits_and_documented_noise(llm, reference):
+    """Step by step with transformers' logits and noise of (seed, position of the drawn token, id)."""
+    text, seed = [5, 6, 7], -(2**40) - 3
+    sampled = SamplingParams(temperature=1.3, seed=seed, max_tokens=15, ignore_eos=True)
+    out = llm.generate(text, sampled, use_tqdm=False)[0]["token_ids"]
+    for token in out:
+        with torch.inference_mode():
+            logits = reference(torch.tensor([text])).logits[0, -1]
+        noise = gumbel_noise(torch.tensor([seed]), torch.tensor([len(text)]), 258)[0]
+        assert int((logits / 1.3 + noise).argmax()) == token
+        text.append(token)
+
+
+def test_threads_generate_at_the_same_time(folder, reference):
+    prompts = [[n, n + 1] for n in range(8)]
+    with LLM(folder, device="cpu", max_num_seqs=4) as engine, ThreadPoolExecutor(4) as pool:
+        outs = list(pool.map(lambda p: engine.generate(p, GREEDY, use_tqdm=False)[0]["token_ids"], prompts))
+        assert idle(engine)
+    assert outs == [reference_greedy(reference, prompt, 12) for prompt in prompts]
+
+
+@pytest.mark.parametrize("where", ["add", "after finish", "output"])
+def test_interrupt_between_steps_leaves_nothing_behind_and_keeps_what_is_not_its_own(folder, monkeypatch, where):
+    with LLM(folder, device="cpu") as engine:
+        other = engine.add_request([7, 8], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
+        owner, name = {
+            "add": (Scheduler, "add"),
+            "after finish": (LLMEngine, "_step_for"),
+            "output": (Request, "output"),
+        }[where]
+        original, calls = getattr(owner, name), []
+
+        def interrupted(*args):
+            result = original(*args)
+            calls.append(args)
+            if len(calls) == 2:
+                raise KeyboardInterrupt
+            return result
+
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                engine.generate([[1, 2], [3, 4], [5, 6]], GREEDY, use_tqdm=False)
+        assert set(engine._requests) <= {other}
+        done = []
+        while not engine.is_finished():
+            done += engine.step()[0]
+        assert [seq_id for seq_id, _ in done] == [other]
+        assert idle(engine)
 
 
 def test_two_engines_live_in_one_process(folder, llm):

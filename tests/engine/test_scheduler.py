@@ -1,9 +1,13 @@
 """Properties of scheduler, block manager and step builder together, on a simulated device (see simulation.py)."""
 
+import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm.engine.sequence import Status
+from nanovllm.engine.step import RowState
+from nanovllm.sampling_params import SamplingParams
 from tests.engine.simulation import EOS, Simulation, expected_completion
 
 TOKENS = st.integers(0, 3)  # few values, so that prefixes are shared
@@ -162,3 +166,59 @@ def test_rows_and_running_set_respect_max_num_seqs():
     while not sim.scheduler.is_finished():
         most = max(most, len(sim.step().items))
     assert most == 3
+
+
+def test_prompt_that_fills_a_large_pool_runs():
+    """The reserve against thrashing must not apply when nothing runs."""
+    sim = Simulation(num_blocks=200, block_size=1, max_num_seqs=2, max_tokens=256)
+    seq = sim.add([1] * 200, 5)
+    sim.run(10)
+    assert len(seq.token_ids) == 201
+
+
+def test_preempted_sequences_wait_in_front_and_keep_their_first_cache_figures():
+    sim = Simulation(num_blocks=8, block_size=2, max_num_seqs=3, max_tokens=64)
+    seqs = [sim.add([i, i + 1, i + 2], 12) for i in (1, 10, 20, 30)]
+    while not any(seq.num_preemptions for seq in seqs):
+        sim.step()
+    waiting = [seq.seq_id for seq in sim.scheduler.waiting]
+    assert waiting == sorted(waiting)
+    assert len(waiting) > 1
+    sim.run(200)
+    assert [seq.num_cached_tokens for seq in seqs] == [0, 0, 0, 0]
+
+
+def test_sequences_put_off_for_a_shared_prefix_keep_their_order_and_find_it():
+    """They arrive while the first is in the middle of a chunked prompt."""
+    prompt = list(range(3, 23))
+    sim = Simulation(num_blocks=100, block_size=2, max_num_seqs=8, max_tokens=8)
+    first = sim.add(prompt, 4)
+    sim.step()
+    others = [sim.add(prompt, 4) for _ in range(3)]
+    sim.step()
+    assert [seq.seq_id for seq in sim.scheduler.waiting] == [1, 2, 3]
+    assert first.num_computed_tokens == 16
+    sim.run(100)
+    assert [seq.num_cached_tokens for seq in others] == [18, 18, 18]
+
+
+def test_row_state_takes_in_what_the_builder_sends():
+    sim = Simulation(num_blocks=10, block_size=4, max_num_seqs=4, max_tokens=64)
+    seeds = [2**40 + 5, -(2**40) - 3, -1, 0]
+    for i, seed in enumerate(seeds):
+        seq = sim.add([i, 1, 2, 3, 4], 5)
+        seq.seed = seed
+        seq.params = SamplingParams(temperature=0.5 + i, top_p=0.9, top_k=i, min_p=0.25)
+    batch = sim.scheduler.schedule()
+    inputs = sim.builder.build(batch)
+    state = RowState.allocate(4, 10, 9, torch.device("cpu"))
+    state.apply(torch.from_numpy(inputs.table_changes), torch.from_numpy(inputs.row_params))
+    for i, item in enumerate(batch.items):
+        row = item.seq.row
+        assert int(state.seeds[row]) == seeds[i]
+        assert float(state.temperatures[row]) == 0.5 + i
+        assert int(state.top_ks[row]) == i
+        assert float(state.min_ps[row]) == 0.25
+        assert float(state.top_ps[row]) == pytest.approx(0.9)
+        assert state.block_tables[row, :2].tolist() == item.seq.block_table
+    assert (state.block_tables[4] == 9).all()

@@ -47,7 +47,7 @@ def test_mixed_step_against_float64(heads, kv_heads, head_dim, block_size):
             cache[blocks] = flat.view(len(blocks), *cache.shape[1:])
         texts.append((k, v))
     q = torch.randn(int(lengths.sum()), heads, head_dim, generator=generator)
-    inputs = StepInput(rows, starts, lengths, np.zeros(len(q), np.int32), np.ones(7, np.int32), None, None, False)
+    inputs = StepInput(rows, starts, lengths, np.zeros(len(q), np.int32), np.ones(7, np.int32), None, None)
     backend = TorchAttention()
     kv_cache = torch.empty(1, 2, 1, block_size, 1, 1)
     step = Step(None, None, None, None, None, tables, 40, kv_cache)
@@ -70,7 +70,7 @@ def test_prompt_longer_than_a_query_tile():
         cache.view(-1, 1, 16)[: n + cached] = values
     tables = torch.arange(blocks, dtype=torch.int32)[None]
     one = np.ones(1, np.int32)
-    inputs = StepInput(one * 0, one * cached, one * n, np.zeros(n, np.int32), one, None, None, False)
+    inputs = StepInput(one * 0, one * cached, one * n, np.zeros(n, np.int32), one, None, None)
     backend = TorchAttention()
     step = Step(None, None, None, None, None, tables, n, torch.empty(1, 2, 1, 16, 1, 1))
     out = backend.attend(q, *caches, replace(step, plan=backend.plan(inputs, None, None, step)), 0.25)

@@ -56,7 +56,12 @@ def cached_copy(cache: Path, *names: str) -> Path:
     return touch(repo / "snapshots" / COMMIT, *names)
 
 
-@pytest.mark.parametrize("names", [["config.json"], ["config.json", "a.gguf"], ["config.json", "a.gguf", "b.gguf"], []])
+def test_a_gguf_file_beside_a_config_without_weights_is_the_model(tmp_path):
+    folder = touch(tmp_path / "model", "config.json", "a.GGUF")
+    assert resolve_model(folder) == folder / "a.GGUF"
+
+
+@pytest.mark.parametrize("names", [["config.json"], ["config.json", "m.safetensors", "a.gguf"], []])
 def test_a_folder_is_taken_as_it_is(tmp_path, names):
     folder = touch(tmp_path / "model", *names)
     assert resolve_model(folder) == folder
@@ -120,6 +125,11 @@ def test_no_network_but_a_copy(cache, no_network, caplog):
     with caplog.at_level(logging.WARNING, "nanovllm"):
         assert resolve_model("org/name") == copy
     assert "using the cached copy of org/name" in caplog.text
+
+
+def test_a_gguf_file_beside_a_config_without_weights_is_the_model(tmp_path):
+    folder = touch(tmp_path / "model", "config.json", "a.GGUF")
+    assert resolve_model(folder) == folder / "a.GGUF"
 
 
 @pytest.mark.parametrize("names", [["config.json"], ["model.safetensors"], []])

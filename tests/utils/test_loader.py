@@ -79,6 +79,17 @@ def test_head_of_a_tied_model_and_rotary_tables_are_redundant(tmp_path):
         torch.testing.assert_close(engine_logits(llm, [1, 2, 3]), expected, rtol=1e-4, atol=1e-4)
 
 
+def test_head_that_differs_from_the_embedding_it_is_tied_to_is_refused(tmp_path):
+    save_random_model(tmp_path, small_config("llama", tie_word_embeddings=True))
+    rewrite(tmp_path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] + 1}))
+    expect_refusal(tmp_path, r"ties 'lm_head\.weight' to the embedding, but the checkpoint's differs")
+
+
+def test_quantised_tensors_are_refused(folder):
+    rewrite(folder, lambda t: t.update({"model.norm.weight": torch.zeros(64, dtype=torch.int8)}))
+    expect_refusal(folder, r"'model\.norm\.weight' has dtype torch\.int8; quantised weights are not supported")
+
+
 def test_truncated_file_is_named(folder):
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])

@@ -1,0 +1,102 @@
+"""Text from token ids as they come, and stop strings in it.
+
+A token may end in the middle of a character, and some tokenizers treat the beginning of a text specially. So
+new text is what decoding a short window of tokens adds to decoding the window without the new ones, and it is held
+back while it ends in the replacement character.
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+
+REPLACEMENT = "\ufffd"
+MAX_CHARACTER_TOKENS = 4  # a UTF-8 character has at most so many bytes, and a token at least one
+
+
+class Detokenizer:
+    """Incremental decoding of one completion.
+
+    Args:
+        decode: token ids to text, the tokenizer's own way.
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str]):
+        self._decode = decode
+        self._ids: list[int] = []
+        self._window = 0  # first token of the window
+        self._read = 0  # tokens whose text is out
+        self._shown = ""  # text of the window up to `_read`
+
+    def push(self, token_ids: Seq[int]) -> str:
+        """Take tokens in; return the text that is certain now."""
+        self._ids.extend(token_ids)
+        text = self._decode(self._ids[self._window :])
+        if text.endswith(REPLACEMENT) or len(text) <= len(self._shown):
+            if len(self._ids) - self._read <= 2 * MAX_CHARACTER_TOKENS:
+                return ""
+            return self._advance(
+                len(self._ids) - MAX_CHARACTER_TOKENS
+            )  # older bytes cannot become a character any more
+        return self._advance(len(self._ids))
+
+    def flush(self) -> str:
+        """The rest, when no token will follow; an unfinished character becomes a replacement character."""
+        return self._advance(len(self._ids))
+
+    def _advance(self, end: int) -> str:
+        text = self._decode(self._ids[self._window : end])
+        new = text[len(self._shown) :]
+        self._window, self._read = self._read, end
+        self._shown = self._decode(self._ids[self._window : end])
+        return new
+
+
+class StopChecker:
+    """Looks for stop strings in a completion as its tokens come.
+
+    Args:
+        detokenizer: of this completion.
+        stop: strings, none empty.
+        include: leave the string that matched in the text.
+    """
+
+    def __init__(self, detokenizer: Detokenizer, stop: Seq[str], include: bool):
+        self._detokenizer = detokenizer
+        self._stop = stop
+        self._include = include
+        self._overlap = max(map(len, stop)) - 1  # a match may begin so far before the new text
+        self.num_tokens = 0
+        self.text = ""
+        self.matched: str | None = None
+
+    def push(self, token_ids: Seq[int], may_stop: bool = True) -> str | None:
+        """Take tokens in; return the stop string that is complete now, and cut `text` there."""
+        self.num_tokens += len(token_ids)
+        if self.matched is not None:
+            return None
+        new = self._detokenizer.push(token_ids)
+        if may_stop:
+            return self._search(new)
+        self.text += new
+        return None
+
+    def finish(self) -> None:
+        """No token will follow: whatever was held back belongs to the text."""
+        if self.matched is None:
+            self._search(self._detokenizer.flush())
+
+    @property
+    def settled_text(self) -> str:
+        """The part of `text` that no later match can cut."""
+        if self.matched is not None or not self._overlap:
+            return self.text
+        return self.text[: max(0, len(self.text) - self._overlap)]
+
+    def _search(self, new: str) -> str | None:
+        start = max(0, len(self.text) - self._overlap)
+        self.text += new
+        hits = [(self.text.find(stop, start), stop) for stop in self._stop]
+        hits = [(at, stop) for at, stop in hits if at >= 0]
+        if hits:
+            at, self.matched = min(hits)
+            self.text = self.text[: at + len(self.matched) if self._include else at]
+        return self.matched

@@ -1,0 +1,138 @@
+"""From what users pass in to validated token ids and parameters; every refusal names the prompt."""
+
+from collections.abc import Iterable, Mapping, Set
+from collections.abc import Sequence as Seq
+from numbers import Integral
+from typing import Any
+
+from nanovllm.sampling_params import SamplingParams
+
+RESERVED_TEMPLATE_KWARGS = {"conversation", "tokenize", "add_generation_prompt"}
+
+Prompt = str | Seq[int]
+
+
+class InputProcessor:
+    """Tokenises and validates.
+
+    Args:
+        tokenizer: of the model, or None.
+        vocab_size: ids are below it.
+        max_model_len: prompt and completion together.
+        num_blocks, block_size: the KV pool that a prompt has to fit.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int, max_model_len: int, num_blocks: int, block_size: int):
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self.max_model_len = max_model_len
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+
+    @property
+    def max_len(self) -> int:
+        """Length at which any sequence ends. The last token needs no KV, so it may be one more than the pool holds."""
+        return min(self.max_model_len, self.num_blocks * self.block_size + 1)
+
+    def token_ids(self, prompt: Any, name: str) -> list[int]:
+        """Validated ids of a text or a list of ids."""
+        ids = self._encode(prompt, name)
+        if not ids:
+            raise ValueError(f"{name}: the prompt is empty")
+        if min(ids) < 0 or max(ids) >= self.vocab_size:
+            wrong = next(i for i in ids if not 0 <= i < self.vocab_size)
+            raise ValueError(f"{name}: token id {wrong} is outside the vocabulary of {self.vocab_size}")
+        if len(ids) + 1 > self.max_model_len:
+            raise ValueError(
+                f"{name}: {len(ids)} prompt tokens and one to generate exceed max_model_len {self.max_model_len}"
+            )
+        needed = -(-len(ids) // self.block_size)
+        if needed > self.num_blocks:
+            raise ValueError(
+                f"{name}: {len(ids)} prompt tokens need {needed} KV blocks, the pool has {self.num_blocks} of "
+                f"{self.block_size} tokens"
+            )
+        return ids
+
+    def params(self, params: Any, name: str) -> SamplingParams:
+        """Parameters checked against the vocabulary and the tokenizer."""
+        if params is None:
+            return SamplingParams()
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"{name}: sampling_params must be SamplingParams, got {params!r}")
+        for what, ids in params.token_ids_by_name().items():
+            wrong = next((i for i in ids if i >= self.vocab_size), None)
+            if wrong is not None:
+                raise ValueError(f"{name}: {what} {wrong} is outside the vocabulary of {self.vocab_size}")
+        if params.stop and self.tokenizer is None:
+            raise ValueError(f"{name}: the model came without a tokenizer, so stop strings cannot be found")
+        return params
+
+    def chat(self, conversation: Any, name: str, template_kwargs: Mapping[str, Any]) -> list[int]:
+        """Token ids of a conversation in the model's own format."""
+        if self.tokenizer is None:
+            raise ValueError(f"{name}: the model came without a tokenizer, so it cannot chat")
+        if getattr(self.tokenizer, "chat_template", None) is None:
+            raise ValueError(f"{name}: the model's tokenizer has no chat template; use generate()")
+        if not isinstance(conversation, Seq) or not all(isinstance(message, Mapping) for message in conversation):
+            raise TypeError(f"{name}: a conversation is a list of {{'role', 'content'}} dicts, got {conversation!r}")
+        reserved = sorted(RESERVED_TEMPLATE_KWARGS & set(template_kwargs))
+        if reserved:
+            raise ValueError(f"{name}: chat_template_kwargs may not set {', '.join(reserved)}")
+        try:
+            text = self.tokenizer.apply_chat_template(
+                conversation, tokenize=False, add_generation_prompt=True, **template_kwargs
+            )
+        except Exception as error:  # templates are programs of the model's author and raise what they like
+            raise ValueError(f"{name}: the chat template refused it: {error}") from error
+        # The template writes the beginning-of-sequence token itself where the model wants one.
+        return self._tokenize(text, name, add_special_tokens=False)
+
+    def _tokenize(self, text: str, name: str, **options: bool) -> list[int]:
+        try:
+            return self.tokenizer.encode(text, **options)
+        except TypeError as error:  # what tokenizers raise for text that is no Unicode, such as half a surrogate pair
+            raise ValueError(f"{name}: the tokenizer refused the text {text[:80]!r}: {error}") from error
+
+    def _encode(self, prompt: Any, name: str) -> list[int]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError(f"{name}: the model came without a tokenizer, so prompts must be token ids")
+            return self._tokenize(prompt, name) if prompt else []
+        if hasattr(prompt, "tolist"):
+            prompt = prompt.tolist()  # numpy arrays and torch tensors
+        if isinstance(prompt, (bytes, bytearray, Mapping, Set)) or not isinstance(prompt, Iterable):
+            raise TypeError(f"{name}: a prompt is a str or a list of token ids, got {prompt!r}")
+        ids = list(prompt)
+        if set(map(type, ids)) <= {int}:  # the usual case, checked at the speed of C
+            return ids
+        for i in ids:
+            if isinstance(i, bool) or not isinstance(i, Integral):
+                raise TypeError(f"{name}: token ids must be integers, got {i!r}")
+        return [int(i) for i in ids]
+
+
+def prompt_list(prompts: Any) -> list[Any]:
+    """One or many prompts as a list of prompts; a flat list of integers is one prompt."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if hasattr(prompts, "tolist"):
+        prompts = prompts.tolist()  # numpy arrays and torch tensors
+    if isinstance(prompts, (bytes, bytearray, Mapping, Set)) or not isinstance(prompts, Iterable):
+        raise TypeError(f"prompts must be a str, token ids or a list of them, got {prompts!r}")
+    listed = list(prompts)
+    if listed and isinstance(listed[0], Integral) and not isinstance(listed[0], bool):
+        return [listed]
+    return listed
+
+
+def params_list(params: Any, count: int) -> list[Any]:
+    """One for all or one for each, as a list of `count`."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params] * count
+    if isinstance(params, (str, bytes, Mapping)) or not isinstance(params, Iterable):
+        raise TypeError(f"sampling_params must be SamplingParams or a list of them, got {params!r}")
+    listed = list(params)
+    if len(listed) != count:
+        raise ValueError(f"{len(listed)} sampling_params were given for {count} prompts")
+    return listed

@@ -1,0 +1,75 @@
+"""What changes a batch's logits before the draw, as compact host arrays.
+
+Most requests need none of it: then a step carries None, and nothing here runs.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from nanovllm.engine.scheduler import Batch, Scheduled
+from nanovllm.engine.sequence import Sequence
+
+NEVER = float("-inf")
+
+
+@dataclass(frozen=True)
+class RowHistory:
+    """The known text of a sequence that just got its row: what its penalties start from."""
+
+    row: int
+    prompt_ids: np.ndarray  # int32
+    completion_ids: np.ndarray  # int32
+
+
+@dataclass(frozen=True)
+class LogitEdits:
+    """Rows are indices among the step's sampling sequences, in order."""
+
+    bias_rows: np.ndarray  # [E] int32
+    bias_ids: np.ndarray  # [E] int32
+    bias_values: np.ndarray  # [E] float32, added; -inf bans
+    allowed_rows: np.ndarray  # [A] int32: every other token of these rows is banned
+    allowed_ids: np.ndarray  # [A] int32
+    penalised_rows: np.ndarray  # [P] int32
+    penalties: np.ndarray  # [3, P] float32: repetition, presence, frequency
+    histories: list[RowHistory]
+
+
+def build_logit_edits(batch: Batch, eos_token_ids: frozenset[int]) -> LogitEdits | None:
+    """Edits of a step, or None when no sequence in it has any."""
+    histories = [_history(seq) for seq in batch.admitted if seq.params.penalised]
+    sampling = [item for item in batch.items if item.samples]
+    edited = [(i, item) for i, item in enumerate(sampling) if item.seq.params.edits_logits]
+    if not edited and not histories:
+        return None
+    bias = [(i, *pair) for i, item in edited for pair in _biases(item, eos_token_ids)]
+    allowed = [(i, t) for i, item in edited for t in item.seq.params.allowed_token_ids or ()]
+    penalised = [(i, item.seq.params) for i, item in edited if item.seq.params.penalised]
+    return LogitEdits(
+        bias_rows=np.array([i for i, _, _ in bias], dtype=np.int32),
+        bias_ids=np.array([t for _, t, _ in bias], dtype=np.int32),
+        bias_values=np.array([v for _, _, v in bias], dtype=np.float32),
+        allowed_rows=np.array([i for i, _ in allowed], dtype=np.int32),
+        allowed_ids=np.array([t for _, t in allowed], dtype=np.int32),
+        penalised_rows=np.array([i for i, _ in penalised], dtype=np.int32),
+        penalties=np.array(
+            [(p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for _, p in penalised], dtype=np.float32
+        )
+        .reshape(-1, 3)
+        .T,
+        histories=histories,
+    )
+
+
+def _biases(item: Scheduled, eos_token_ids: frozenset[int]) -> list[tuple[int, float]]:
+    params = item.seq.params
+    biases = list((params.logit_bias or {}).items())
+    if item.end - item.seq.num_prompt_tokens < params.min_tokens:
+        biases += [(token_id, NEVER) for token_id in eos_token_ids.union(params.stop_token_ids)]
+    return biases
+
+
+def _history(seq: Sequence) -> RowHistory:
+    n = seq.num_prompt_tokens
+    return RowHistory(seq.row, np.array(seq.token_ids[:n], np.int32), np.array(seq.token_ids[n:], np.int32))

@@ -1,0 +1,146 @@
+"""A request as the user sees it: one prompt, `n` completions, their text and their figures."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from nanovllm.engine.detokenizer import Detokenizer, StopChecker
+from nanovllm.engine.sequence import Sequence, Status
+from nanovllm.sampling_params import SamplingParams
+
+Output = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class StreamOutput:
+    """What came new for one completion.
+
+    Args:
+        index: which prompt.
+        completion: which of its `n` completions.
+        text: new text; never withdrawn later.
+        token_ids: new token ids.
+        finished: nothing follows for this completion.
+        finish_reason, stop_reason: as in `generate`'s output, once finished.
+    """
+
+    index: int
+    completion: int
+    text: str
+    token_ids: list[int]
+    finished: bool
+    finish_reason: str | None
+    stop_reason: str | int | None
+
+
+class Request:
+    """`n` sequences of one prompt; `request_id` is the first one's id."""
+
+    def __init__(self, sequences: list[Sequence], tokenizer: Any):
+        self.sequences = sequences
+        self._tokenizer = tokenizer
+        self._streams = [Stream(seq, tokenizer) for seq in sequences] if tokenizer is not None else []
+
+    @property
+    def request_id(self) -> int:
+        return self.sequences[0].seq_id
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.sequences[0].params
+
+    @property
+    def finished(self) -> bool:
+        return all(seq.status is Status.FINISHED for seq in self.sequences)
+
+    def output(self) -> Output:
+        """The dict that `generate` returns for this prompt."""
+        first = self.sequences[0]
+        completions = [self._completion(seq) for seq in self.sequences]
+        out: Output = {
+            **completions[0],
+            "prompt_token_ids": first.token_ids[: first.num_prompt_tokens],
+            "num_cached_tokens": first.num_cached_tokens,
+            "metrics": first.metrics(),
+        }
+        if len(completions) > 1:
+            out["completions"] = completions
+        return out
+
+    def increments(self, index: int) -> list[StreamOutput]:
+        """What came new since the last call, for each completion that has something."""
+        news = [self._increment(index, i, seq) for i, seq in enumerate(self.sequences)]
+        return [new for new in news if new is not None]
+
+    def _completion(self, seq: Sequence) -> Output:
+        out: Output = {
+            "text": self._text(seq),
+            "token_ids": seq.completion_token_ids,
+            "finish_reason": seq.finish_reason,
+            "stop_reason": seq.stop_reason,
+        }
+        if self.params.logprobs is not None:
+            out["logprobs"] = [self._with_tokens(entry) for entry in seq.logprobs]
+        return out
+
+    def _text(self, seq: Sequence) -> str | None:
+        if self._tokenizer is None or not self.params.detokenize:
+            return None
+        if seq.stop_checker is not None:
+            seq.stop_checker.finish()
+            return seq.stop_checker.text
+        return self._tokenizer.decode(text_ids(seq), skip_special_tokens=self.params.skip_special_tokens)
+
+    def _with_tokens(self, entry: dict[int, float]) -> dict[int, Output]:
+        """{id: {"logprob", "token"}}, the drawn token first, then the most likely ones in order."""
+        decode = self._tokenizer.decode if self._tokenizer is not None else lambda ids: None
+        return {token_id: {"logprob": value, "token": decode([token_id])} for token_id, value in entry.items()}
+
+    def _increment(self, index: int, i: int, seq: Sequence) -> StreamOutput | None:
+        finished = seq.status is Status.FINISHED
+        sent = seq.num_streamed_tokens
+        if sent < 0 or (seq.num_completion_tokens == sent and not finished):
+            return None
+        new_ids = seq.completion_ids_from(sent)
+        text = self._streams[i].advance(finished) if self._streams and self.params.detokenize else ""
+        seq.num_streamed_tokens = -1 if finished else sent + len(new_ids)  # -1: the end has been told
+        return StreamOutput(index, i, text, new_ids, finished, seq.finish_reason, seq.stop_reason)
+
+
+class Stream:
+    """Text of one completion as it becomes certain."""
+
+    def __init__(self, seq: Sequence, tokenizer: Any):
+        self._seq = seq
+        self._detokenizer = completion_detokenizer(tokenizer, seq.params)
+        self._taken = 0  # tokens given to the detokenizer, or characters taken from the stop checker's text
+
+    def advance(self, finished: bool) -> str:
+        checker = self._seq.stop_checker
+        if checker is not None:
+            if finished:
+                checker.finish()
+            text = checker.text if finished else checker.settled_text
+            new, self._taken = text[self._taken :], max(self._taken, len(text))
+            return new
+        new_ids = text_ids(self._seq, self._taken)
+        self._taken += len(new_ids)
+        new = self._detokenizer.push(new_ids)
+        return new + self._detokenizer.flush() if finished else new
+
+
+def text_ids(seq: Sequence, start: int = 0) -> list[int]:
+    """Completion ids that show in the text, from `start` on: a token that ended it does not, unless asked for."""
+    ids = seq.completion_ids_from(start)
+    ended_by_token = seq.finish_reason == "stop" and (seq.stop_checker is None or seq.stop_checker.matched is None)
+    return ids[:-1] if ended_by_token and not seq.params.include_stop_str_in_output else ids
+
+
+def completion_detokenizer(tokenizer: Any, params: SamplingParams) -> Detokenizer:
+    return Detokenizer(lambda ids: tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens))
+
+
+def stop_checker(tokenizer: Any, params: SamplingParams) -> StopChecker | None:
+    """A checker when the request has stop strings."""
+    if not params.stop:
+        return None
+    return StopChecker(completion_detokenizer(tokenizer, params), params.stop, params.include_stop_str_in_output)
