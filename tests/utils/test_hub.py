@@ -127,11 +127,6 @@ def test_no_network_but_a_copy(cache, no_network, caplog):
     assert "using the cached copy of org/name" in caplog.text
 
 
-def test_a_gguf_file_beside_a_config_without_weights_is_the_model(tmp_path):
-    folder = touch(tmp_path / "model", "config.json", "a.GGUF")
-    assert resolve_model(folder) == folder / "a.GGUF"
-
-
 @pytest.mark.parametrize("names", [["config.json"], ["model.safetensors"], []])
 def test_half_a_copy_is_none(cache, no_network, names):
     cached_copy(cache, *names)
