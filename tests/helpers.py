@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 from nanovllm.engine.step import StepInput
 
 CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 VOCAB = 199  # prime, so that no padding to a round size hides
 
 

@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
-from tests.helpers import reference_greedy, save_random_model, save_tokenizer, small_config
+from tests.helpers import DEVICE, reference_greedy, save_random_model, save_tokenizer, small_config
 
+# On a machine with a GPU the same tests cover the kernels, the graphs and the redraw from their logits.
+ON = {"device": DEVICE, "dtype": "float32", "kvcache_block_size": 16}
 PROMPTS = [[5, 6, 7], list(range(40, 75)), [9]]
 
 
@@ -28,7 +30,7 @@ def reference(folder):
 
 @pytest.fixture(scope="module", params=[False, True], ids=["plain", "overlap"])
 def llm(request, folder):
-    with LLM(folder, device="cpu", overlap=request.param, max_num_seqs=4) as engine:
+    with LLM(folder, **ON, overlap=request.param, max_num_seqs=4) as engine:
         yield engine
         engine.scheduler.block_manager.check_integrity([])
 
@@ -86,10 +88,10 @@ def test_penalties_count_as_a_plain_loop_does(llm, reference):
 def test_penalties_survive_preemption(folder, reference):
     penalised = params(repetition_penalty=1.3, frequency_penalty=0.5, max_tokens=40)
     prompts = [[n, n + 1] for n in range(6)]
-    with LLM(folder, device="cpu") as roomy:
+    with LLM(folder, **ON) as roomy:
         expected = tokens(roomy, prompts, penalised)
     for overlap in (False, True):
-        with LLM(folder, device="cpu", num_kvcache_blocks=6, overlap=overlap) as tight:
+        with LLM(folder, **ON, num_kvcache_blocks=6, overlap=overlap) as tight:
             assert tokens(tight, prompts, penalised) == expected
 
 
@@ -130,7 +132,7 @@ def test_min_tokens_bans_every_end_until_then(folder, reference, tmp_path):
             logits[ends] = float("-inf")
         return logits
 
-    with LLM(tmp_path, device="cpu") as llm:
+    with LLM(tmp_path, **ON) as llm:
         assert llm.generate(prompt, params(ignore_eos=False), use_tqdm=False)[0]["token_ids"] == greedy[:1]
         options = {"ignore_eos": False, "min_tokens": 6, "stop_token_ids": [greedy[1]], "max_tokens": 30}
         out = llm.generate(prompt, params(**options), use_tqdm=False)[0]
@@ -177,7 +179,7 @@ def test_seeded_requests_draw_the_same_whatever_surrounds_them(folder):
         {"overlap": True},
         {"max_num_batched_tokens": 8},
     ):
-        with LLM(folder, device="cpu", **{"max_num_seqs": 8, **options}) as engine:
+        with LLM(folder, **ON, **{"max_num_seqs": 8, **options}) as engine:
             tokens(engine, [3], params())  # moves the request numbers
             others = [params(temperature=0.7)] * 3
             runs.append(tokens(engine, [[1, 2], PROMPTS[1], [8], [4]], [others[0], mine, *others[1:]])[1])
