@@ -145,6 +145,11 @@ class BlockManager:
         seq.last_published_uid = ROOT_UID
         seq.num_computed_tokens = 0
 
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix. Running sequences keep their blocks and publish none of what they have so far."""
+        for block in list(self._contents):
+            self._forget(block)
+
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         """Raise RuntimeError unless every block is in exactly one place, given all sequences that hold blocks."""
         counts = [0] * self.num_blocks

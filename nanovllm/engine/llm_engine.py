@@ -1,10 +1,12 @@
 """The engine: requests in, completions out."""
 
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -50,6 +52,7 @@ class LLMEngine:
         self._next_seq_id = 0
         self._requests: dict[int, Request] = {}  # unfinished ones, by each of their sequences' ids
         self._finished: list[Request] = []  # not yet taken by whoever asked for them
+        self._seconds = 0.0  # spent in steps
         self._lock = threading.RLock()
         self._closed = False
 
@@ -103,6 +106,31 @@ class LLMEngine:
                 return False
             self._abort([request])
             return True
+
+    def stats(self) -> dict[str, float]:
+        """Where the engine stands and what it did.
+
+        Returns:
+            `running`, `waiting` (sequences), `kv_blocks`, `kv_blocks_used`, totals since the start: `steps`,
+            `preemptions`, `computed_tokens`, `generated_tokens`, `prefix_queried_tokens`, `prefix_hit_tokens`,
+            `seconds` (spent in steps), and `generated_tok_s`.
+        """
+        with self._open():
+            blocks, scheduler = self.scheduler.block_manager, self.scheduler
+            return {
+                "running": len(scheduler.running),
+                "waiting": len(scheduler.waiting),
+                "kv_blocks": blocks.num_blocks,
+                "kv_blocks_used": blocks.num_blocks - blocks.num_free_blocks,
+                **asdict(scheduler.counters),
+                "seconds": self._seconds,
+                "generated_tok_s": scheduler.counters.generated_tokens / self._seconds if self._seconds else 0.0,
+            }
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix."""
+        with self._open():
+            self.scheduler.block_manager.reset_prefix_cache()
 
     # ---- whole batches -------------------------------------------------------------------------------------
 
@@ -255,6 +283,7 @@ class LLMEngine:
 
         Requests that this finishes wait in `_finished` until whoever asked for them takes them.
         """
+        began = time.perf_counter()
         try:
             batch = self.scheduler.schedule()
             if batch.items:
@@ -265,6 +294,7 @@ class LLMEngine:
                 self._retire(self.scheduler.postprocess(done, result.token_ids(), result.logprobs()))
             if self.scheduler.is_finished():
                 self._in_flight.clear()  # rows that ran on after an end-of-sequence token: nobody asks for the results
+            self._seconds += time.perf_counter() - began
             return batch
         except BaseException:
             self._recover()

@@ -54,6 +54,18 @@ class Batch:
         return sum(item.num_tokens == 1 and item.samples for item in self.items)
 
 
+@dataclass(slots=True)
+class Counters:
+    """Totals since the engine was built."""
+
+    steps: int = 0
+    preemptions: int = 0
+    computed_tokens: int = 0  # prompt tokens and decodes, recomputed ones included
+    generated_tokens: int = 0
+    prefix_queried_tokens: int = 0  # of sequences when they were admitted
+    prefix_hit_tokens: int = 0  # of those, found in the prefix cache
+
+
 class Scheduler:
     """Owns the waiting and running sequences and the block manager.
 
@@ -78,6 +90,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()  # in order of arrival
         self.running: list[Sequence] = []  # in order of arrival
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+        self.counters = Counters()
 
     def add(self, seq: Sequence) -> None:
         self.waiting.append(seq)
@@ -101,8 +114,11 @@ class Scheduler:
                 items.append(self._take(seq, min(seq.num_uncomputed_tokens, budget)))
                 budget -= items[-1].num_tokens
         # Whoever was just preempted must not be back in the same step.
-        admitted = [] if num_preempted else self._admit(budget, items)
-        return Batch(items, admitted)
+        batch = Batch(items, [] if num_preempted else self._admit(budget, items))
+        if items:
+            self.counters.steps += 1
+            self.counters.computed_tokens += batch.num_tokens
+        return batch
 
     def postprocess(self, batch: Batch, token_ids: list[int], logprobs: list[Logprobs] | None = None) -> list[Sequence]:
         """Take in the results of a step; return the sequences that it finished.
@@ -121,6 +137,7 @@ class Scheduler:
             if item.samples:
                 seq.num_pending_tokens -= 1
                 seq.token_ids.append(token_id)
+                self.counters.generated_tokens += 1
                 if not seq.first_token:
                     seq.first_token = now
                 if logprobs is not None and seq.params.logprobs is not None:
@@ -189,6 +206,7 @@ class Scheduler:
         assert len(self.running) > 1, "a length limit beyond the pool was admitted"
         self.running.pop()
         self._release(seq)
+        self.counters.preemptions += 1
         seq.num_preemptions += 1
         seq.status = Status.WAITING
         self.waiting.appendleft(seq)
@@ -231,6 +249,8 @@ class Scheduler:
 
     def _start(self, seq: Sequence, prefix: list[int]) -> None:
         self.block_manager.allocate(seq, prefix)
+        self.counters.prefix_queried_tokens += len(seq.token_ids)
+        self.counters.prefix_hit_tokens += seq.num_computed_tokens
         if not seq.started:
             seq.started = time.perf_counter()
             seq.num_cached_tokens = seq.num_computed_tokens

@@ -419,3 +419,40 @@ def test_extreme_temperatures_give_valid_tokens_and_the_lowest_are_greedy(llm):
     outs = [out["token_ids"] for out in llm.generate([[5]] * 4, params, use_tqdm=False)]
     assert outs[0] == outs[1] == outs[2]
     assert all(0 <= token < 258 for token in outs[3])
+
+
+def test_stats_count_what_happened(folder):
+    prompt = list(range(2, 42))
+    with LLM(folder, device="cpu", num_kvcache_blocks=20) as engine:
+        engine.generate(prompt, SamplingParams(temperature=0, max_tokens=3, ignore_eos=True), use_tqdm=False)
+        engine.generate(prompt, SamplingParams(temperature=0, max_tokens=3, ignore_eos=True), use_tqdm=False)
+        stats = engine.stats()
+        assert stats["steps"] == 6
+        assert stats["generated_tokens"] == 6
+        assert stats["computed_tokens"] == 40 + 2 + 8 + 2
+        assert (stats["prefix_queried_tokens"], stats["prefix_hit_tokens"]) == (80, 32)
+        assert (stats["kv_blocks"], stats["kv_blocks_used"], stats["running"], stats["waiting"]) == (20, 0, 0, 0)
+        assert stats["generated_tok_s"] == pytest.approx(6 / stats["seconds"])
+        engine.add_request(prompt, GREEDY)
+        engine.add_request([5], GREEDY)
+        assert engine.stats()["waiting"] == 2
+        engine.step()
+        assert (engine.stats()["running"], engine.stats()["kv_blocks_used"]) == (2, 4)
+
+
+def test_prefix_cache_can_be_reset_while_running(folder, reference):
+    prompt = list(range(2, 42))
+    with LLM(folder, device="cpu") as engine:
+        running = engine.add_request(prompt, SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
+        for _ in range(5):
+            engine.step()
+        engine.reset_prefix_cache()
+        out = engine.generate(prompt, GREEDY, use_tqdm=False)[0]
+        assert out["num_cached_tokens"] == 0
+        assert out["token_ids"] == reference_greedy(reference, prompt, 12)
+        done = []
+        while not engine.is_finished():
+            done += engine.step()[0]
+        assert done == [(running, reference_greedy(reference, prompt, 30))]
+        assert engine.generate(prompt, GREEDY, use_tqdm=False)[0]["num_cached_tokens"] == 32
+        assert idle(engine)
