@@ -19,8 +19,9 @@ Drawn = tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]  # tokens,
 class Drawer:
     """Draws tokens and keeps the rows' last tokens and, once a request has penalties, their token counts."""
 
-    def __init__(self, rows: RowState, ops: Ops):
+    def __init__(self, rows: RowState, ops: Ops, vocab_size: int):
         self._rows = rows
+        self._vocab_size = vocab_size
         self._ops = ops
         # [num_rows + 1, vocab_size], made when the first penalised request comes: most engines never need them.
         self._in_prompt: torch.Tensor | None = None
@@ -49,8 +50,6 @@ class Drawer:
         return tokens, logprobs
 
     def _edit(self, logits: torch.Tensor, rows: torch.Tensor, edits: LogitEdits) -> torch.Tensor:
-        for history in edits.histories:
-            self._start_counting(history, logits.shape[1])
         logits = logits.float() if logits.dtype != torch.float32 else logits.clone()
         if edits.allowed_rows.size:
             at, ids = self._tensor(edits.allowed_rows), self._tensor(edits.allowed_ids)
@@ -70,7 +69,9 @@ class Drawer:
             logits[at] = apply_penalties(logits[at], self._in_prompt[which], self._counts[which], penalties)
         return logits
 
-    def _start_counting(self, history: RowHistory, vocab_size: int) -> None:
+    def start_counting(self, history: RowHistory) -> None:
+        """Count the known text of a sequence that just got its row: in that very step, which may not sample yet."""
+        vocab_size = self._vocab_size
         device = self._rows.last_tokens.device
         if self._counts is None:
             shape = (self._rows.padding_row + 1, vocab_size)

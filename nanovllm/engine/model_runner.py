@@ -73,7 +73,7 @@ class ModelRunner:
         self.block_size = kv_cache.shape[3]
         max_blocks = -(-limits.max_model_len // self.block_size)
         self.rows = RowState.allocate(limits.max_num_seqs, max_blocks, kv_cache.shape[2] - 1, self.device)
-        self._drawer = Drawer(self.rows, ops)
+        self._drawer = Drawer(self.rows, ops, model.spec.vocab_size)
         self.graphs: GraphRunner | None = None
         self._staging: PinnedStaging | None = None
         if self.device.type == "cuda":
@@ -98,6 +98,8 @@ class ModelRunner:
             self._staging.begin()
         if inputs.table_changes.size or inputs.row_params.size:
             self.rows.apply(*self._to_device(inputs.table_changes, inputs.row_params))
+        for history in inputs.edits.histories if inputs.edits is not None else ():
+            self._drawer.start_counting(history)
         if self.graphs is not None and inputs.is_decode and self.graphs.fits(len(inputs.rows)):
             tokens, logprobs = self._replay(inputs, self.graphs)
         else:

@@ -95,6 +95,13 @@ def test_penalties_survive_preemption(folder, reference):
             assert tokens(tight, prompts, penalised) == expected
 
 
+def test_penalties_of_a_prompt_that_comes_in_chunks(folder):
+    """The first chunk does not sample, but the sequence gets its row with it."""
+    penalised = params(repetition_penalty=1.4, frequency_penalty=0.3)
+    with LLM(folder, **ON) as whole, LLM(folder, **ON, max_num_batched_tokens=9, max_num_seqs=4) as chunked:
+        assert tokens(chunked, PROMPTS, penalised) == tokens(whole, PROMPTS, penalised)
+
+
 def test_bias_bans_and_allowed_ids(llm, reference):
     greedy = reference_greedy(reference, PROMPTS[0], 12)
 
