@@ -15,7 +15,7 @@ from nanovllm.config import Config
 from nanovllm.engine.build import build_engine_parts
 from nanovllm.engine.inputs import InputProcessor, Prompt, params_list, prompt_list
 from nanovllm.engine.model_runner import StepResult
-from nanovllm.engine.request import Output, Request, StreamOutput, stop_checker
+from nanovllm.engine.request import Output, Request, StreamOutput, make_request
 from nanovllm.engine.scheduler import Batch
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.engine.step import StepBuilder
@@ -262,18 +262,10 @@ class LLMEngine:
     def _enqueue(self, ids: list[int], params: SamplingParams, requests: list[Request] | None = None) -> Request:
         first_id = self._next_seq_id
         self._next_seq_id += params.n
-        max_len = self._inputs.max_len
-        if params.max_tokens is not None:
-            max_len = min(max_len, len(ids) + params.max_tokens)
-        base = request_seed(self.config.seed, first_id) if params.seed is None else params.seed
-        sequences = [
-            Sequence(first_id + i, ids, params, max_len, completion_seed(base, i), stop_checker(self.tokenizer, params))
-            for i in range(params.n)
-        ]
-        request = Request(sequences, self.tokenizer)
+        request = make_request(first_id, ids, params, self._inputs.max_len, self.config.seed, self.tokenizer)
         if requests is not None:
             requests.append(request)
-        for seq in sequences:
+        for seq in request.sequences:
             self._requests[seq.seq_id] = request
             self.scheduler.add(seq)
         return request
@@ -369,18 +361,3 @@ def _template_kwargs(kwargs: Any) -> dict[str, Any]:
     if kwargs is not None and not isinstance(kwargs, Mapping):
         raise TypeError(f"chat_template_kwargs must be a dict, got {kwargs!r}")
     return dict(kwargs or {})
-
-
-def request_seed(engine_seed: int, seq_id: int) -> int:
-    """Seed of a request's draws: any 64-bit mix of both does; this one is invertible in `seq_id`."""
-    return _signed(engine_seed * 0x9E3779B97F4A7C15 + (seq_id + 1) * 0xBF58476D1CE4E5B9)
-
-
-def completion_seed(seed: int, completion: int) -> int:
-    """Seed of one of `n` completions; the first one's is the request's own."""
-    return _signed(seed + completion * 0x94D049BB133111EB)
-
-
-def _signed(value: int) -> int:
-    value %= 2**64
-    return value - 2**64 if value >= 2**63 else value

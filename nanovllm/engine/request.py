@@ -144,3 +144,41 @@ def stop_checker(tokenizer: Any, params: SamplingParams) -> StopChecker | None:
     if not params.stop:
         return None
     return StopChecker(completion_detokenizer(tokenizer, params), params.stop, params.include_stop_str_in_output)
+
+
+def make_request(
+    first_id: int, ids: list[int], params: SamplingParams, max_len: int, engine_seed: int, tokenizer: Any
+) -> Request:
+    """The sequences of a prompt.
+
+    Args:
+        first_id: of the first of `params.n` sequences; the others follow.
+        ids: prompt token ids.
+        params: of all of them.
+        max_len: length at which any sequence of the engine ends.
+        engine_seed: what seeds are derived from where `params` has none.
+        tokenizer: of the model, or None.
+    """
+    if params.max_tokens is not None:
+        max_len = min(max_len, len(ids) + params.max_tokens)
+    base = request_seed(engine_seed, first_id) if params.seed is None else params.seed
+    sequences = [
+        Sequence(first_id + i, ids, params, max_len, completion_seed(base, i), stop_checker(tokenizer, params))
+        for i in range(params.n)
+    ]
+    return Request(sequences, tokenizer)
+
+
+def request_seed(engine_seed: int, seq_id: int) -> int:
+    """Seed of a request's draws: any 64-bit mix of both does; this one is invertible in `seq_id`."""
+    return _signed(engine_seed * 0x9E3779B97F4A7C15 + (seq_id + 1) * 0xBF58476D1CE4E5B9)
+
+
+def completion_seed(seed: int, completion: int) -> int:
+    """Seed of one of `n` completions; the first one's is the request's own."""
+    return _signed(seed + completion * 0x94D049BB133111EB)
+
+
+def _signed(value: int) -> int:
+    value %= 2**64
+    return value - 2**64 if value >= 2**63 else value
