@@ -3,13 +3,14 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import SamplingParams
+from nanovllm.engine.llm_engine import LLMEngine
 
 HELP = "Ctrl-C stops an answer, /reset forgets the talk, /exit or Ctrl-D ends it."
 
 
 def chat(
-    llm: LLM,
+    llm: LLMEngine,
     params: SamplingParams,
     system: str | None,
     template: Mapping[str, Any],
@@ -45,7 +46,7 @@ def chat(
                 print(f"{error}\n(/reset forgets the talk so far)")
 
 
-def answer(llm: LLM, messages: list[dict[str, str]], params: SamplingParams, template: Mapping[str, Any]) -> str:
+def answer(llm: LLMEngine, messages: list[dict[str, str]], params: SamplingParams, template: Mapping[str, Any]) -> str:
     """Print the model's answer as it comes; what of it there is when Ctrl-C stops it."""
     parts: list[str] = []
     stream = llm.stream([llm.render_chat(messages, template)], params)

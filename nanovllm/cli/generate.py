@@ -10,7 +10,8 @@ from nanovllm import SamplingParams
 from nanovllm.cli.openai_batch import batch_failure, batch_success, is_batch_line, parse_batch_job
 from nanovllm.cli.records import Fields, Line, dump, failure, parse_fields, parse_job, success
 from nanovllm.cli.resume import Result
-from nanovllm.engine.llm_engine import LLMEngine, request_seed
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.request import request_seed
 
 RUNNING = 2  # times max_num_seqs requests in the engine: half of them wait, so that no place is ever empty
 HELD = 16  # times max_num_seqs lines read and not yet written: how far short requests may overtake a long one
@@ -64,13 +65,15 @@ class Feed:
         self._waiting: deque[Entry] = deque()  # read and not yielded, oldest first; unordered: only those with a result
         self._exhausted = False
 
-    def __iter__(self) -> Iterator[Result]:
+    def __iter__(self) -> Iterator[Result | None]:
+        """Results; None after each step, for whatever the caller does from time to time."""
         while True:
             self._fill()
             yield from self._ready()
             if self._running:
                 for seq_id, output in self._llm.step_outputs():
                     self._finish(self._running.pop(seq_id), output)
+                yield None
             elif self._exhausted and not self._waiting:
                 return
 

@@ -5,6 +5,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import fields
 from typing import Any
 
@@ -37,7 +38,6 @@ examples:
   nanovllm generate prompts.jsonl -o results.jsonl --model Qwen/Qwen3-0.6B --max-tokens 256
   zcat prompts.jsonl.gz | nanovllm generate - --temperature 0 > results.jsonl
   nanovllm generate prompts.parquet -o results.parquet --unordered
-  nanovllm generate prompts.jsonl -o results.jsonl --ray --replicas 8
 """
 
 
@@ -81,12 +81,6 @@ def build_parser() -> argparse.ArgumentParser:
     batch.add_argument("--strict", action="store_true", help="exit status 1 if any line has an error")
     batch.add_argument("--restart", action="store_true", help="drop what is in OUTPUT and start again")
     batch.add_argument("--quiet", action="store_true", help="no progress, no summary")
-    ray = batch.add_argument_group("many machines (pip install 'nano-vllm[ray]')")
-    ray.add_argument(
-        "--ray", nargs="?", const="", metavar="ADDRESS", help="run on replicas: on the Ray cluster there, or start one"
-    )
-    ray.add_argument("--replicas", type=int, metavar="N", help="engines (default: GPUs / tensor-parallel-size, or 1)")
-    ray.add_argument("--batch-size", type=int, default=1024, metavar="N", help="lines a task (default: 1024)")
     talk = commands.add_parser("chat", help="talk in the terminal", description="Talk in the terminal.")
     talk.add_argument("--system", metavar="TEXT", help="system message")
     talk.add_argument("--quiet", action="store_true", help="no messages of the engine")
@@ -103,34 +97,28 @@ def run_generate(args: argparse.Namespace) -> int:
     """`nanovllm generate`; its exit status."""
     defaults = checked_defaults(args)
     output = checked_output(args)
-    progress = BatchProgress(output.totals, input_size(args.input), unit(args.input), not args.quiet)
-    try:
-        if not output.complete:
-            for result in results(args, defaults, output.done):
-                if result is not None:
-                    output.write(result)
-                    progress.update(output.totals)
-                output.commit(now=False)
-            output.finish()
-    finally:
-        output.close()
-        progress.close()
+    with ExitStack() as stack:
+        stack.callback(output.close)
+        source = iter(()) if output.complete else open_results(args, defaults, output.done, stack)
+        progress = BatchProgress(output.totals, input_size(args.input), unit(args.input), not args.quiet)
+        stack.callback(progress.close)
+        for result in source:
+            if result is not None:
+                output.write(result)
+            output.commit(now=False)
+            progress.update(output.totals)
+        progress.update(output.totals, last=True)
+        output.finish()
     if not args.quiet:
         print(progress.summary(output.totals), file=sys.stderr)
     return 1 if args.strict and output.totals.errors else 0
 
 
-def results(args: argparse.Namespace, defaults: Defaults, done: Done) -> Iterator[Result | None]:
-    """Results of all lines that are not done; None now and then when there is none."""
-    options = given_options(args, Config, skip={"model"})
-    if args.ray is not None:
-        from nanovllm.ray import ray_results
-
-        yield from ray_results(args, model(args), options, defaults, done)
-        return
+def open_results(args: argparse.Namespace, defaults: Defaults, done: Done, stack: ExitStack) -> Iterator[Result | None]:
+    """Load the model; results of all lines that are not done. `stack` closes what this opens."""
+    llm = stack.enter_context(open_llm(args))
     lines = (line for line in read_lines(args.input) if line is None or line.index not in done)
-    with open_llm(args) as llm:
-        yield from Feed(llm, lines, defaults, not args.unordered)
+    return iter(Feed(llm, lines, defaults, not args.unordered))
 
 
 def checked_defaults(args: argparse.Namespace) -> Defaults:
@@ -161,8 +149,8 @@ def checked_output(args: argparse.Namespace) -> StreamOutput | FileOutput:
 
 
 def fingerprint(args: argparse.Namespace) -> dict[str, Any]:
-    """What the results depend on. How they are computed (replicas) and reported may change on the way."""
-    other = {"input", "output", "command", "strict", "restart", "quiet", "ray", "replicas", "batch_size"}
+    """What the results depend on. How they are reported may change on the way."""
+    other = {"input", "output", "command", "strict", "restart", "quiet"}
     options = {name.replace("_", "-"): value for name, value in vars(args).items() if name not in other}
     return {"input": content_hash(args.input), **options}
 

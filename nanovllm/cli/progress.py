@@ -23,7 +23,7 @@ class BatchProgress:
 
     def __init__(self, totals: Totals, size: int | None, unit: str, enabled: bool):
         self._earlier = Totals(**vars(totals))
-        self._start = time.perf_counter()
+        self._start = self._shown = time.perf_counter()
         ends = "{n_fmt}/{total_fmt} [{elapsed}<{remaining}]" if size is not None else "{n_fmt} [{elapsed}]"
         self._bar = tqdm(
             total=size,
@@ -39,9 +39,11 @@ class BatchProgress:
             disable=not enabled,
         )
 
-    def update(self, totals: Totals) -> None:
-        """Show the new totals, if the last look is long enough ago."""
-        if not self._bar.disable and time.perf_counter() - self._start > 0:
+    def update(self, totals: Totals, last: bool = False) -> None:
+        """Show the new totals, if it is time to."""
+        now = time.perf_counter()
+        if not self._bar.disable and (last or now - self._shown > self._bar.mininterval):
+            self._shown = now
             self._bar.set_postfix_str(f"{totals.lines:,} lines, {self._rates(totals)}", refresh=False)
             self._bar.update(totals.size - self._bar.n)
 

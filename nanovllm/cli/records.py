@@ -83,7 +83,7 @@ def read_lines(path: str) -> Iterator[Line | None]:
         yield from _stream_lines(path)
     else:
         with open(path, "rb") as file:
-            content: Any = gzip.open(file) if path.endswith(".gz") else file
+            content: Any = gzip.GzipFile(fileobj=file) if path.endswith(".gz") else file
             yield from _json_lines(content, file)
 
 
@@ -282,7 +282,7 @@ def _row_batches(lines: Path) -> Iterator[list[Fields]]:
 
 
 def _common_type(known: Any, values: list[Any]) -> Any:
-    """A type for what was seen so far and `values`; text (of JSON) where there is no other, as for an id of 7 or "7"."""
+    """A type for what was seen so far and `values`; text (of JSON) where there is none, as for an id of 7 or "7"."""
     import pyarrow as pa
 
     try:

@@ -1,10 +1,10 @@
 """Output that a kill at any moment cannot spoil, and the way on from there.
 
-Lines are appended to OUTPUT.partial, always as plain JSON lines. Every second or so a commit makes them last: first they
-are synced to the disk, then one line of OUTPUT.journal says how long the partial file is now and which lines of the
-input are in it. A new start believes the journal alone: it cuts both files off after the last commit and leaves out the
-lines that are done. OUTPUT itself appears whole, by a rename, when every line is done; the journal stays beside it, so
-that the same command finds nothing left to do. What the journal says of the end:
+Lines are appended to OUTPUT.partial, always as plain JSON lines. Every second or so a commit makes them last: first
+they are synced to the disk, then one line of OUTPUT.journal says how long the partial file is now and which lines of
+the input are in it. A new start believes the journal alone: it cuts both files off after the last commit and leaves out
+the lines that are done. OUTPUT itself appears whole, by a rename, when every line is done; the journal stays beside it,
+so that the same command finds nothing left to do. What the journal says of the end:
 
     last entry    OUTPUT.partial    OUTPUT     means
     a commit      there             -          go on
@@ -178,37 +178,38 @@ class FileOutput:
 
     def _load(self) -> int | None:
         """Take in the journal and cut off its torn end. Bytes of the partial file to keep, or None to start anew."""
-        last: dict[str, Any] = {}
+        known: dict[str, Any] = {}  # the newest value under each name
         end = 0
-        for entry, end in whole_entries(self._journal):
-            if not last:
-                self._check_fingerprint(entry)
+        for entry, position in whole_entries(self._journal):
+            end = position
+            known.update(entry)
             for start, stop in entry.get("done", ()):
                 self.done.add_range(start, stop)
-            if "totals" in entry:
-                self.totals = Totals(**entry["totals"])
-            last = {**last, **entry}
         self._journal.seek(end)
         self._journal.truncate()
         there = self.partial.exists()
-        self.complete = "final" in last and not there and self.path.exists()
-        if not last and (there or self.path.exists()):
-            name = self.partial if there else self.path
-            raise ValueError(f"{name} exists and is not of this command; --restart replaces it")
-        if not there and not self.complete:
-            self.done, self.totals = Done(), Totals()
-        return last.get("bytes", 0) if there else None
-
-    def _check_fingerprint(self, header: dict[str, Any]) -> None:
-        theirs, mine = header.get("fingerprint", {}), self._fingerprint
-        changed = sorted(name for name in theirs | mine if theirs.get(name) != mine.get(name))
-        if changed:
+        changed = self._changed(known.get("fingerprint", {}))
+        if "bytes" in known and changed and (there or self.path.exists()):
             raise ValueError(
                 f"{self.path} was begun with another {', '.join(changed)}; the same command goes on with it, "
                 "--restart starts again"
             )
-        if mine.get("input") is None:
-            raise ValueError(f"{self.path} was begun from a stream, which cannot be read again; --restart starts again")
+        if ("bytes" in known and there) or ("final" in known and self.path.exists()):
+            self.complete = not there
+            self.totals = Totals(**known.get("totals", {}))
+            return known.get("bytes", 0)
+        if self.path.exists() and changed:  # else it is what an earlier --restart was about to replace
+            raise ValueError(f"{self.path} exists and is not of this command; --restart replaces it")
+        if there and not known:
+            raise ValueError(f"{self.partial} has lost its journal; --restart drops it")
+        self.done = Done()
+        return None
+
+    def _changed(self, theirs: dict[str, Any]) -> list[str]:
+        """What is not as it was. A stream is never the same again."""
+        mine = self._fingerprint
+        changed = {name for name in theirs | mine if theirs.get(name) != mine.get(name)}
+        return sorted(changed | ({"input"} if mine["input"] is None else set()))
 
     def _open_partial(self, size: int | None) -> IO[bytes]:
         if size is None:
@@ -217,13 +218,10 @@ class FileOutput:
             self.partial.unlink(missing_ok=True)
             self._append({"fingerprint": self._fingerprint})
             return open(self.partial, "wb")
-        lines = open(self.partial, "rb+")
-        if lines.seek(0, os.SEEK_END) < size:
-            lines.close()
+        if self.partial.stat().st_size < size:
             raise ValueError(f"{self.partial} is shorter than its journal says; --restart starts again")
-        lines.seek(size)
-        lines.truncate()
-        return lines
+        os.truncate(self.partial, size)
+        return open(self.partial, "ab")
 
     def _append(self, entry: dict[str, Any]) -> None:
         self._journal.write(json.dumps(entry).encode() + b"\n")
