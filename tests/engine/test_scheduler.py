@@ -198,6 +198,9 @@ def test_sequences_put_off_for_a_shared_prefix_keep_their_order_and_find_it():
     sim.step()
     assert [seq.seq_id for seq in sim.scheduler.waiting] == [1, 2, 3]
     assert first.num_computed_tokens == 16
+    sim.step()  # the last chunk leaves budget over, so all three are looked at and put off
+    assert first.num_computed_tokens == 20
+    assert [seq.seq_id for seq in sim.scheduler.waiting] == [1, 2, 3]
     sim.run(100)
     assert [seq.num_cached_tokens for seq in others] == [18, 18, 18]
 
