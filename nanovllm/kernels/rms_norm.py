@@ -15,16 +15,22 @@ def _rms_norm_kernel(
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
     ADD: tl.constexpr,
+    PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     columns = tl.arange(0, BLOCK)
     mask = columns < HIDDEN
-    offsets = tl.program_id(0).to(tl.int64) * HIDDEN + columns
+    token = tl.program_id(0).to(tl.int64)
+    offsets = token * HIDDEN + columns
     weight = tl.load(weight_ptr + columns, mask=mask, other=0.0)
     if PDL:  # what the launch before this one wrote is read, and anything is written, only after the wait
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     x = tl.load(x_ptr + offsets, mask=mask, other=0.0)
+    if PARTS > 1:
+        for part in tl.static_range(1, PARTS):
+            x += tl.load(x_ptr + (part * tl.num_programs(0) + token) * HIDDEN + columns, mask=mask, other=0.0)
+        x = x.to(out_ptr.dtype.element_ty)  # as if it had come in one piece
     if ADD:
         residual = tl.load(residual_ptr + offsets, mask=mask, other=0.0)
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(out_ptr.dtype.element_ty)
@@ -47,8 +53,8 @@ def _launch(
 ) -> torch.Tensor:
     hidden = x.shape[-1]
     block = triton.next_power_of_2(hidden)
-    out = torch.empty_like(x)
-    _rms_norm_kernel[(x.numel() // hidden,)](
+    out = torch.empty_like(residual)
+    _rms_norm_kernel[(residual.numel() // hidden,)](
         x,
         residual,
         weight,
@@ -57,6 +63,7 @@ def _launch(
         HIDDEN=hidden,
         BLOCK=block,
         ADD=add,
+        PARTS=x.numel() // residual.numel(),
         PDL=pdl,
         num_warps=num_warps or min(max(block // 256, 1), 16),  # a thread holds 8 values of each row, 16 bytes
         launch_pdl=pdl,
@@ -84,6 +91,7 @@ def add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`reference.add_rms_norm` of contiguous x, residual [num_tokens, hidden]: the sum overwrites `residual`.
 
+    x may be float32 parts [parts, num_tokens, hidden] of `split_gemm.split_linear`: their sum is rounded first.
     `num_warps` and `pdl` as in `rms_norm`.
     """
     return _launch(x, residual, weight, eps, True, num_warps, pdl), residual

@@ -19,5 +19,5 @@ class RMSNorm(nn.Module):
         return self._ops.rms_norm(x, self.weight, self.eps)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(norm(x + residual), x + residual)."""
+        """(norm(x + residual), x + residual); x as `Linear.parts_of` returns it."""
         return self._ops.add_rms_norm(x, residual, self.weight, self.eps)

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanovllm.layers.ops import SMALL_ROWS, Ops
+from nanovllm.layers.ops import OVERLAP_ROWS, SMALL_ROWS, Ops
 
 # Row count for which oneDNN lays packed weights out. Decode batches are small; measured layouts for 16 and 256
 # rows differ by little at any size.
@@ -14,6 +14,7 @@ PACK_ROWS = 16
 # oneDNN's float32 kernels take longer for 1 to 3 rows than for 4 (Zen 4, 2 cores: 22 against 15 ms for SmolLM2-135M).
 MIN_PACKED_ROWS = 4
 MAX_SMALL_COLUMNS = 16384
+MAX_SPLIT_COLUMNS = 2048
 
 
 class Linear(nn.Module):
@@ -34,6 +35,7 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(self.out_features, dtype=dtype, device=device), False) if bias else None
         self._packed: torch.Tensor | None = None
         self._small_linear: Callable[..., torch.Tensor] | None = None
+        self._split_linear: Callable[..., torch.Tensor] | None = None
 
     def part_views(self) -> dict[str, torch.Tensor]:
         """The slice of each parameter that a checkpoint tensor fills: "q_proj.weight" -> rows of `weight`."""
@@ -52,7 +54,7 @@ class Linear(nn.Module):
         On a CPU in float32 the weight is replaced by oneDNN's blocked copy, 2 to 3 times as fast as `F.linear`. On a
         GPU, few rows go to `ops.small_linear` where it is faster than cuBLAS.
         """
-        self._small_linear = ops.small_linear
+        self._small_linear, self._split_linear = ops.small_linear, ops.split_linear
         if can_pack(self.weight):
             self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.data, PACK_ROWS)
             if not keep_weight:
@@ -71,6 +73,23 @@ class Linear(nn.Module):
         if num_rows < MIN_PACKED_ROWS:
             x = F.pad(x, (0, 0, 0, MIN_PACKED_ROWS - num_rows))
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")[:num_rows]
+
+    def parts_of(self, x: torch.Tensor) -> torch.Tensor:
+        """The same for a reader that adds parts up (`RMSNorm.add`): [T, out], or float32 [parts, T, out] if faster."""
+        rows, columns = x.shape
+        if (
+            self._split_linear is None
+            or self.bias is not None
+            or small_linear_pays(rows, self.out_features)
+            or not split_pays(rows, self.out_features, columns)
+        ):
+            return self(x)
+        return self._split_linear(x, self.weight)
+
+
+def split_pays(rows: int, out_features: int, in_features: int) -> bool:
+    """Measured on an H200: few columns leave cuBLAS with few tiles. 16-byte rows are what hardware tile loads need."""
+    return rows <= OVERLAP_ROWS and out_features <= MAX_SPLIT_COLUMNS and in_features >= 1024 and in_features % 8 == 0
 
 
 def small_linear_pays(rows: int, out_features: int) -> bool:

@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 
-# Up to so many rows a decode step runs on our own matrix kernels, whose launches overlap (see `small_gemm`).
+# Up to so many rows a decode step runs on our own matrix kernels (see `small_gemm`).
 SMALL_ROWS = 16
+# Up to so many rows the launches of our own kernels overlap: in larger steps the gaps between them do not count.
+OVERLAP_ROWS = 256
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,7 @@ class Ops:
     gumbel_sample: Callable[..., torch.Tensor]
     decode_inputs: Callable[..., Any]
     small_linear: Callable[..., torch.Tensor] | None = None  # x [1..SMALL_ROWS, in], weight, bias; None: not faster
+    split_linear: Callable[..., torch.Tensor] | None = None  # x, weight to parts for add_rms_norm; None: not faster
 
 
 def torch_ops() -> Ops:
@@ -40,7 +43,7 @@ def torch_ops() -> Ops:
 def triton_ops(device: torch.device, dtype: torch.dtype) -> Ops:
     """Triton kernels. Imported here, so that a machine without Triton can run the torch ones.
 
-    From Hopper on, launches of small batches overlap (programmatic dependent launch): a kernel starts while the one
+    From Hopper on, launches of decode batches overlap (programmatic dependent launch): a kernel starts while the one
     before ends, and waits for its results only where it needs them.
     """
     from nanovllm.kernels.decode_inputs import decode_inputs
@@ -49,17 +52,19 @@ def triton_ops(device: torch.device, dtype: torch.dtype) -> Ops:
     from nanovllm.kernels.sampling import gumbel_sample
     from nanovllm.kernels.silu_mul import silu_mul
     from nanovllm.kernels.small_gemm import small_linear
+    from nanovllm.kernels.split_gemm import split_linear
 
     if not has_dependent_launch(device) or dtype == torch.float32:
         return Ops(rms_norm, add_rms_norm, silu_mul, norm_rope_store, gumbel_sample, decode_inputs)
     return Ops(
-        _overlapping_small_batches(rms_norm),
-        _overlapping_small_batches(add_rms_norm),
-        _overlapping_small_batches(silu_mul),
-        _overlapping_small_batches(norm_rope_store),
+        _overlapping(rms_norm),
+        _overlapping(add_rms_norm),
+        _overlapping(silu_mul),
+        _overlapping(norm_rope_store),
         gumbel_sample,
         decode_inputs,
-        _overlapping_small_batches(small_linear),
+        _overlapping(small_linear),
+        _overlapping(split_linear),
     )
 
 
@@ -67,8 +72,8 @@ def has_dependent_launch(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def _overlapping_small_batches(kernel: Callable[..., Any]) -> Callable[..., Any]:
+def _overlapping(kernel: Callable[..., Any]) -> Callable[..., Any]:
     def run(x: torch.Tensor, *args: Any) -> Any:
-        return kernel(x, *args, pdl=x.shape[0] <= SMALL_ROWS)
+        return kernel(x, *args, pdl=x.shape[-2] <= OVERLAP_ROWS)
 
     return run

@@ -7,7 +7,7 @@ import torch
 
 from nanovllm.kernels.decode_attention import DecodePlan, paged_decode
 from nanovllm.kernels.prefill_attention import paged_prefill
-from nanovllm.layers.ops import SMALL_ROWS, has_dependent_launch
+from nanovllm.layers.ops import OVERLAP_ROWS, has_dependent_launch
 
 if TYPE_CHECKING:
     from nanovllm.engine.step import Step, StepInput
@@ -51,7 +51,7 @@ class TritonAttention:
         assert isinstance(plan, TritonPlan)
         n = plan.num_decodes
         if plan.cu_seqlens is None:
-            pdl = self._overlap_launches and n <= SMALL_ROWS
+            pdl = self._overlap_launches and n <= OVERLAP_ROWS
             return paged_decode(q, k_cache, v_cache, step.block_tables, scale, self._decode_plan, pdl=pdl)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if n:

@@ -117,7 +117,7 @@ class Attention(nn.Module):
             self.num_q_heads,
         )
         out = self._build.attention.attend(q, k_cache, v_cache, step, self.scale)
-        return self.o_proj(out.flatten(1))
+        return self.o_proj.parts_of(out.flatten(1))
 
 
 class MLP(nn.Module):
@@ -130,7 +130,7 @@ class MLP(nn.Module):
         self._silu_mul = build.ops.silu_mul
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self._silu_mul(self.gate_up_proj(x)))
+        return self.down_proj.parts_of(self._silu_mul(self.gate_up_proj(x)))
 
 
 class DecoderLayer(nn.Module):
