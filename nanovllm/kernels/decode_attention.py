@@ -6,14 +6,14 @@ spreads the batch's tokens over a bounded number of work items, and `paged_decod
 to the work there is: nothing depends on the longest sequence the engine allows.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
 
 LOG2_E = 1.4426950408889634
-ITEM_FIELDS = 8  # int32s of a work item: sequence, table row, first key, end key, first item, items; two unused
+ITEM_FIELDS = 8  # int32s of a work item: sequence, table row, first and end key, first item, items, first visible key
 PROGRAMS_PER_CORE = 2  # of a wave, a multiprocessor: one reads too slowly, more cut splits whose merging costs more
 MERGE_ELEMENTS = 2048  # of partial outputs that a merging program loads at a time
 SPREAD = 2  # work items a sequence, beyond the one wave, that even out lengths
@@ -26,13 +26,22 @@ def _pieces(length, split, GRAIN: tl.constexpr):
     return size, tl.maximum(tl.cdiv(length, size), 1)
 
 
+@triton.jit
+def _hidden(length, WINDOW: tl.constexpr, GRAIN: tl.constexpr):
+    """Keys, a multiple of the grain, that the window of a sequence's last token leaves behind; WINDOW 0: none."""
+    if WINDOW == 0:
+        return 0
+    else:
+        return tl.maximum(length - WINDOW, 0) // GRAIN * GRAIN
+
+
 @triton.jit(
     do_not_specialize=["batch", "target_items"],
     do_not_specialize_on_alignment=["rows_ptr", "context_lens_ptr"],
 )
 def _plan_kernel(
     items_ptr, count_ptr, rows_ptr, context_lens_ptr, batch, target_items,
-    GRAIN: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr,
+    GRAIN: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """One program a sequence: write the sequence's work items; program 0 also their number over the batch.
 
@@ -44,7 +53,8 @@ def _plan_kernel(
     total = tl.zeros([CHUNK], tl.int64)
     for chunk in range(0, batch, CHUNK):
         index = chunk + lanes
-        total += tl.load(context_lens_ptr + index, mask=index < batch, other=0)
+        lengths = tl.load(context_lens_ptr + index, mask=index < batch, other=0)
+        total += lengths - _hidden(lengths, WINDOW, GRAIN)
     split = (tl.maximum(tl.cdiv(tl.cdiv(tl.sum(total), target_items), GRAIN), 1) * GRAIN).to(tl.int32)
 
     before = tl.zeros([CHUNK], tl.int32)
@@ -52,7 +62,7 @@ def _plan_kernel(
     for chunk in range(0, batch, CHUNK):
         index = chunk + lanes
         lengths = tl.load(context_lens_ptr + index, mask=index < batch, other=0)
-        _, numbers = _pieces(lengths, split, GRAIN)
+        _, numbers = _pieces(lengths - _hidden(lengths, WINDOW, GRAIN), split, GRAIN)
         count += tl.where(index < batch, numbers, 0)
         before += tl.where(index < seq, numbers, 0)
     first = tl.sum(before)
@@ -61,17 +71,20 @@ def _plan_kernel(
 
     length = tl.load(context_lens_ptr + seq)
     row = tl.load(rows_ptr + seq)
-    piece, splits = _pieces(length, split, GRAIN)
+    hidden = _hidden(length, WINDOW, GRAIN)
+    piece, splits = _pieces(length - hidden, split, GRAIN)
     for chunk in range(0, splits, CHUNK):
         index = chunk + lanes
         mask = index < splits
         item = items_ptr + (first + index) * FIELDS
         tl.store(item, tl.zeros([CHUNK], tl.int32) + seq, mask=mask)
         tl.store(item + 1, tl.zeros([CHUNK], tl.int32) + row, mask=mask)
-        tl.store(item + 2, index * piece, mask=mask)
-        tl.store(item + 3, tl.minimum((index + 1) * piece, length), mask=mask)
+        tl.store(item + 2, hidden + index * piece, mask=mask)
+        tl.store(item + 3, tl.minimum(hidden + (index + 1) * piece, length), mask=mask)
         tl.store(item + 4, tl.zeros([CHUNK], tl.int32) + first, mask=mask)
         tl.store(item + 5, tl.zeros([CHUNK], tl.int32) + splits, mask=mask)
+        if WINDOW:
+            tl.store(item + 6, tl.zeros([CHUNK], tl.int32) + tl.maximum(length - WINDOW, 0), mask=mask)
 
 
 @triton.jit
@@ -124,7 +137,7 @@ def _decode_kernel(
     KV_TOKEN_STRIDE: tl.constexpr, KV_HEAD_STRIDE: tl.constexpr, SCALE_LOG2: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
-    MERGE_GROUP: tl.constexpr, MERGE_ROWS: tl.constexpr, FIELDS: tl.constexpr, PDL: tl.constexpr,
+    MERGE_GROUP: tl.constexpr, MERGE_ROWS: tl.constexpr, FIELDS: tl.constexpr, WINDOW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: one KV head, its GROUP query heads, and one work item (a split of one sequence).
 
@@ -145,6 +158,9 @@ def _decode_kernel(
     splits = tl.load(record + 5)
     if item >= tl.load(count_ptr):
         return
+    if WINDOW:  # an item's first grain holds a visible key, but its first tile need not
+        visible = tl.load(record + 6)
+        start = tl.maximum(start, visible // BLOCK_N * BLOCK_N)
 
     table = table_ptr + row.to(tl.int64) * table_stride
     dims = tl.arange(0, BLOCK_D)
@@ -165,6 +181,8 @@ def _decode_kernel(
     for tile_start in tl.range(start, end, BLOCK_N, num_stages=NUM_STAGES):
         keys = tile_start + lanes
         in_range = keys < end
+        if WINDOW:
+            in_range &= keys >= visible
         if BLOCK_SIZE % BLOCK_N == 0:  # the tile lies inside one block: one table entry, contiguous rows
             offsets = block.to(tl.int64) * KV_BLOCK_STRIDE + (tile_start % BLOCK_SIZE + lanes) * KV_TOKEN_STRIDE
             # Loaded one step early: a load that K's address needs in the same step would use up the pipeline's stages.
@@ -220,6 +238,7 @@ class DecodePlan:
     arrived: torch.Tensor  # [max_batch, num_kv_heads] int32, splits done; zero between launches
     wave: int  # work items that fill the GPU once
     grain: int = 64  # keys; split sizes are multiples of it
+    window: int | None = None  # keys that a token sees, itself included; None: all
 
     @classmethod
     def create(
@@ -239,6 +258,10 @@ class DecodePlan:
             wave=wave,
         )
 
+    def with_window(self, window: int) -> "DecodePlan":
+        """For layers that see the last `window` keys only: a work list of its own in the same workspace."""
+        return replace(self, items=self.items.clone(), count=self.count.clone(), window=window)
+
     def max_items(self, batch: int) -> int:
         """Bound on a batch's work items: one wave, SPREAD a sequence, and one that each sequence's rounding may add."""
         return self.wave + (SPREAD + 1) * batch
@@ -256,6 +279,7 @@ class DecodePlan:
             GRAIN=self.grain,
             CHUNK=256,
             FIELDS=ITEM_FIELDS,
+            WINDOW=self.window or 0,
             num_warps=1,
         )
 
@@ -279,7 +303,7 @@ def paged_decode(
     out: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """Attention of one new token per sequence over its whole context; `plan.update` has seen this batch.
+    """Attention of one new token per sequence over its context (its plan's window); `plan.update` has seen this batch.
 
     q: [batch, num_q_heads, head_dim], any token and head stride
     k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim], the new tokens' keys and values included
@@ -326,6 +350,7 @@ def paged_decode(
         MERGE_GROUP=padded_group,
         MERGE_ROWS=max(MERGE_ELEMENTS // padded_dim, padded_group),
         FIELDS=ITEM_FIELDS,
+        WINDOW=plan.window or 0,
         PDL=pdl,
         num_warps=num_warps,
         launch_pdl=pdl,
@@ -341,6 +366,7 @@ def paged_decode_reference(
     rows: torch.Tensor,
     context_lens: torch.Tensor,
     scale: float,
+    window: int | None = None,
 ) -> torch.Tensor:
     """`DecodePlan.update` and `paged_decode` in plain torch, float32 inside (float64 for such a q)."""
     block_size, num_kv_heads = k_cache.shape[1:3]
@@ -352,6 +378,9 @@ def paged_decode_reference(
         blocks = block_tables[row, : -(-context_len // block_size)].long()
         k, v = (c[blocks].flatten(0, 1)[:context_len].to(dtype).transpose(0, 1) for c in (k_cache, v_cache))
         heads = q[i].to(dtype).unflatten(0, (num_kv_heads, -1))  # [num_kv_heads, group, head_dim]
-        weights = (heads @ k.transpose(-1, -2) * scale).softmax(-1)
+        scores = heads @ k.transpose(-1, -2) * scale
+        if window is not None:
+            scores[..., : max(context_len - window, 0)] = float("-inf")
+        weights = scores.softmax(-1)
         out[i] = (weights @ v).flatten(0, 1).to(q.dtype)
     return out

@@ -17,6 +17,7 @@ def _prefill_kernel(
     KV_TOKEN_STRIDE: tl.constexpr, KV_HEAD_STRIDE: tl.constexpr, SCALE_LOG2: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr, SEARCH: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):  # fmt: skip
     """One program: one KV head and BLOCK_M query rows of one sequence.
 
@@ -57,12 +58,16 @@ def _prefill_kernel(
     position = cached + token
     end = tl.minimum(context_len, cached + (first_row + BLOCK_M - 1) // GROUP + 1)
     masked_from = (cached + first_row // GROUP + 1) // BLOCK_N * BLOCK_N  # before it, every row sees every key
+    begin = 0
+    if WINDOW:  # from the first tile that the first row sees; a later row may see nothing of it, so no maximum is -inf
+        begin = tl.maximum(cached + first_row // GROUP + 1 - WINDOW, 0) // BLOCK_N * BLOCK_N
+    LOWEST: tl.constexpr = -1e30 if WINDOW else float("-inf")
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)  # of raw scores: scale and maximum are one multiply-add
+    row_max = tl.full([BLOCK_M], LOWEST, tl.float32)  # of raw scores: scale and maximum are one multiply-add
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     if BLOCK_SIZE % BLOCK_N == 0:
-        block = tl.load(table)
-    for start in tl.range(0, end, BLOCK_N, num_stages=NUM_STAGES):
+        block = tl.load(table + begin // BLOCK_SIZE)
+    for start in tl.range(begin, end, BLOCK_N, num_stages=NUM_STAGES):
         # Lanes past the end read the last key again: unused slots may hold NaN, unused table columns anything.
         lane = tl.minimum(lanes, end - 1 - start)
         if BLOCK_SIZE % BLOCK_N == 0:  # the tile lies inside one block: one table entry, contiguous rows
@@ -83,7 +88,10 @@ def _prefill_kernel(
         scores = tl.dot(q, k, input_precision=PRECISION)
         if start >= masked_from:
             scores = tl.where((start + lanes)[None, :] <= position[:, None], scores, float("-inf"))
-        # Finite: key 0 is in the first tile and every row sees it.
+        if WINDOW:  # noqa: SIM102 - known when compiling
+            if start < end - WINDOW:  # the last row, at end - 1, does not see all of the tile
+                scores = tl.where((start + lanes)[None, :] > position[:, None] - WINDOW, scores, float("-inf"))
+        # Finite: without a window, key 0 is in the first tile and every row sees it.
         new_max = tl.maximum(row_max, tl.max(scores, 1))
         rescale = tl.exp2((row_max - new_max) * SCALE_LOG2)
         weights = tl.exp2(scores * SCALE_LOG2 - (new_max * SCALE_LOG2)[:, None])
@@ -119,6 +127,7 @@ def paged_prefill(
     context_lens: torch.Tensor,
     scale: float,
     out: torch.Tensor | None = None,
+    window: int | None = None,
 ) -> torch.Tensor:
     """Attention of the new tokens of several sequences, each over its whole context, causal.
 
@@ -129,6 +138,7 @@ def paged_prefill(
     cu_seqlens_q: [num_seqs + 1] int32, each sequence's first token in q, then num_tokens
     context_lens: [num_seqs] int32, cached and new tokens; new token j stands at context_len - q_len + j
     out: where to write, contiguous; new by default
+    window: keys that a token sees, itself included; None: all before it
     Returns [num_tokens, num_q_heads, head_dim], contiguous, of q's dtype.
     """
     num_tokens, num_q_heads, head_dim = q.shape
@@ -167,6 +177,7 @@ def paged_prefill(
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         NUM_STAGES=num_stages,
         SEARCH=256,
+        WINDOW=window or 0,
         num_warps=num_warps,
     )
     return out
@@ -181,6 +192,7 @@ def paged_prefill_reference(
     cu_seqlens_q: torch.Tensor,
     context_lens: torch.Tensor,
     scale: float,
+    window: int | None = None,
 ) -> torch.Tensor:
     """`paged_prefill` in plain torch, float32 (or float64, where q is that) inside, one sequence at a time."""
     block_size, num_kv_heads = k_cache.shape[1:3]
@@ -194,7 +206,10 @@ def paged_prefill_reference(
         heads = q[start:stop].to(dtype).transpose(0, 1).unflatten(0, (num_kv_heads, -1))
         scores = heads @ k.unsqueeze(1).transpose(-1, -2) * scale  # [num_kv_heads, group, q_len, context_len]
         position = torch.arange(context_len - (stop - start), context_len, device=q.device)
-        hidden = torch.arange(context_len, device=q.device) > position[:, None]
+        keys = torch.arange(context_len, device=q.device)
+        hidden = keys > position[:, None]
+        if window is not None:
+            hidden |= keys <= position[:, None] - window
         weights = scores.masked_fill_(hidden, float("-inf")).softmax(-1)
         out[start:stop] = (weights @ v.unsqueeze(1)).flatten(0, 1).transpose(0, 1).to(q.dtype)
     return out

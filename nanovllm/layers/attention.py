@@ -4,6 +4,7 @@ Writing KV is part of `Ops.norm_rope_store`; a backend reads K and V from the ca
 prefill, a later chunk and a prefix hit are one path.
 """
 
+from collections.abc import Collection
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -42,7 +43,13 @@ class AttentionBackend(Protocol):
         ...
 
     def attend(
-        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, step: "Step", scale: float
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        step: "Step",
+        scale: float,
+        window: int | None = None,
     ) -> torch.Tensor:
         """Causal attention over the cache.
 
@@ -51,6 +58,7 @@ class AttentionBackend(Protocol):
             k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim].
             step: says which tokens belong to which sequence.
             scale: on the scores.
+            window: keys that a token sees, itself included (one of those the backend was made for); None: all.
 
         Returns:
             [T, num_q_heads, head_dim].
@@ -63,7 +71,7 @@ class DecodeGroup:
     """Decodes of similar length, padded to one; K and V are gathered into buffers that all layers reuse."""
 
     tokens: torch.Tensor  # [n] which tokens of the step these are
-    blocks: torch.Tensor  # [n * max_blocks] blocks of each, one after the other
+    blocks: torch.Tensor  # [n * max_blocks] visible blocks of each, one after the other
     mask: torch.Tensor  # [n, 1, 1, max_blocks * block_size] added to the scores: 0 or -inf
     covers_step: bool  # the group is the whole step, in order
     buffers: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -75,8 +83,9 @@ class Prompt:
 
     first: int  # its first token in the step
     num_tokens: int
-    blocks: torch.Tensor  # [blocks of the whole context]
-    context_len: int
+    blocks: torch.Tensor  # [blocks of the context that some token of the step sees]
+    context_len: int  # from the start of the first of these blocks
+    window: int | None
 
 
 @dataclass(frozen=True)
@@ -86,48 +95,40 @@ class TorchPlan:
 
 
 class TorchAttention:
-    """Gathers blocks, then calls `scaled_dot_product_attention`: the CPU's path and the reference."""
+    """Gathers the visible blocks, then calls `scaled_dot_product_attention`: the CPU's path and the reference.
+
+    Args:
+        windows: what layers will ask for.
+    """
 
     name = "torch"
     block_multiple = 16
     graphs = False
 
-    def plan(self, inputs: "StepInput", rows: torch.Tensor, context_lens: torch.Tensor, step: "Step") -> TorchPlan:
-        block_tables, block_size, dtype = step.block_tables, step.kv_cache.shape[3], step.kv_cache.dtype
-        host_lens = inputs.starts + inputs.lengths
-        firsts = np.cumsum(inputs.lengths) - inputs.lengths
-        num_blocks = -(-host_lens // block_size)
-        prompts = [
-            Prompt(
-                int(firsts[i]),
-                int(inputs.lengths[i]),
-                block_tables[int(inputs.rows[i]), : int(num_blocks[i])].long(),
-                int(host_lens[i]),
-            )
-            for i in np.flatnonzero(inputs.lengths > 1)
-        ]
-        decodes = np.flatnonzero(inputs.lengths == 1)
-        decodes = decodes[np.argsort(num_blocks[decodes], kind="stable")]
-        groups = []
-        while len(decodes):
-            n = int(np.searchsorted(num_blocks[decodes], MAX_PADDING * num_blocks[decodes[0]], side="right"))
-            groups.append(
-                _decode_group(inputs, np.sort(decodes[:n]), firsts, host_lens, block_tables, block_size, dtype)
-            )
-            decodes = decodes[n:]
-        return TorchPlan(groups, prompts)
+    def __init__(self, windows: Collection[int | None] = (None,)):
+        self._windows = windows
 
-    def plan_decodes(self, rows: torch.Tensor, context_lens: torch.Tensor, block_tables: torch.Tensor) -> TorchPlan:
+    def plan(
+        self, inputs: "StepInput", rows: torch.Tensor, context_lens: torch.Tensor, step: "Step"
+    ) -> dict[int | None, TorchPlan]:
+        return {window: _plan(inputs, step, window) for window in self._windows}
+
+    def plan_decodes(self, rows: torch.Tensor, context_lens: torch.Tensor, block_tables: torch.Tensor) -> object:
         raise NotImplementedError("the torch backend needs lengths on the host")
 
     def attend(
-        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, step: "Step", scale: float
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        step: "Step",
+        scale: float,
+        window: int | None = None,
     ) -> torch.Tensor:
-        plan = step.plan
-        assert isinstance(plan, TorchPlan)
+        assert isinstance(step.plan, dict)
         # On a GPU this backend is the reference: only the math kernel computes float32 in float32 for every mask.
         with sdpa_kernel(SDPBackend.MATH) if q.is_cuda else nullcontext():
-            return self._attend(q, k_cache, v_cache, plan, scale)
+            return self._attend(q, k_cache, v_cache, step.plan[window], scale)
 
     def _attend(
         self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: TorchPlan, scale: float
@@ -143,25 +144,53 @@ class TorchAttention:
         return out
 
 
+def _plan(inputs: "StepInput", step: "Step", window: int | None) -> TorchPlan:
+    """Sort a step's sequences, each with the blocks that its first token in this step sees and the later ones."""
+    block_size = step.kv_cache.shape[3]
+    first_blocks = np.zeros_like(inputs.starts)
+    if window is not None:
+        first_blocks = np.maximum(inputs.starts + 1 - window, 0) // block_size
+    num_blocks = -(-(inputs.starts + inputs.lengths) // block_size) - first_blocks
+    firsts = np.cumsum(inputs.lengths) - inputs.lengths
+    prompts = []
+    for i in np.flatnonzero(inputs.lengths > 1):
+        begin, length = int(first_blocks[i]), int(inputs.lengths[i])
+        blocks = step.block_tables[int(inputs.rows[i]), begin : begin + int(num_blocks[i])].long()
+        context_len = int(inputs.starts[i]) + length - begin * block_size
+        prompts.append(Prompt(int(firsts[i]), length, blocks, context_len, window))
+    decodes = np.flatnonzero(inputs.lengths == 1)
+    decodes = decodes[np.argsort(num_blocks[decodes], kind="stable")]
+    groups = []
+    while len(decodes):
+        n = int(np.searchsorted(num_blocks[decodes], MAX_PADDING * num_blocks[decodes[0]], side="right"))
+        groups.append(_decode_group(inputs, step, np.sort(decodes[:n]), firsts, first_blocks, window))
+        decodes = decodes[n:]
+    return TorchPlan(groups, prompts)
+
+
 def _decode_group(
     inputs: "StepInput",
+    step: "Step",
     chosen: np.ndarray,
     firsts: np.ndarray,
-    context_lens: np.ndarray,
-    block_tables: torch.Tensor,
-    block_size: int,
-    dtype: torch.dtype,
+    first_blocks: np.ndarray,
+    window: int | None,
 ) -> DecodeGroup:
-    device = block_tables.device
-    lens = torch.from_numpy(context_lens[chosen]).to(device)
-    max_blocks = -(-int(context_lens[chosen].max()) // block_size)
-    rows = torch.from_numpy(inputs.rows[chosen]).to(device).long()
-    tables = block_tables[rows, :max_blocks].long()
+    device, block_size = step.block_tables.device, step.kv_cache.shape[3]
+    begins = first_blocks[chosen] * block_size
+    host_lens = inputs.starts[chosen] + 1 - begins  # counted from the first visible block
+    lens = torch.from_numpy(host_lens).to(device)[:, None]
+    max_blocks = -(-int(host_lens.max()) // block_size)
+    rows = torch.from_numpy(inputs.rows[chosen]).to(device).long()[:, None]
     columns = torch.arange(max_blocks, device=device)
-    tables.masked_fill_(columns * block_size >= lens[:, None], 0)  # an unused column may hold anything
+    visible = torch.from_numpy(first_blocks[chosen]).to(device)[:, None] + columns
+    tables = step.block_tables[rows, visible.clamp_(max=step.block_tables.shape[1] - 1)].long()
+    tables.masked_fill_(columns * block_size >= lens, 0)  # an unused column may hold anything
     positions = torch.arange(max_blocks * block_size, device=device)
-    mask = torch.zeros(len(chosen), max_blocks * block_size, dtype=dtype, device=device)
-    mask.masked_fill_(positions >= lens[:, None], float("-inf"))
+    mask = torch.zeros(len(chosen), max_blocks * block_size, dtype=step.kv_cache.dtype, device=device)
+    mask.masked_fill_(positions >= lens, float("-inf"))
+    if window is not None:
+        mask.masked_fill_(positions < lens - window, float("-inf"))
     covers = len(chosen) == len(inputs.token_ids)
     tokens = torch.from_numpy(firsts[chosen]).to(device).long()
     return DecodeGroup(tokens, tables.flatten(), mask[:, None, None, :], covers)
@@ -200,18 +229,26 @@ def _attend_prompt(
     offset = prompt.context_len - num_tokens
     for first in range(0, num_tokens, QUERY_TILE):
         last = min(first + QUERY_TILE, num_tokens)
-        end = offset + last
-        keys = (k[:, :, :end].expand(-1, group, -1, -1), v[:, :, :end].expand(-1, group, -1, -1))
-        mask = None
-        if end > last - first:
-            mask = q.new_zeros(last - first, end)
-            mask[:, offset + first :].masked_fill_(_future(last - first, q.device), float("-inf"))
+        begin, end = 0 if prompt.window is None else max(offset + first + 1 - prompt.window, 0), offset + last
+        keys = (k[:, :, begin:end].expand(-1, group, -1, -1), v[:, :, begin:end].expand(-1, group, -1, -1))
+        mask = _tile_mask(q, last - first, end - begin, prompt.window)
         tile = F.scaled_dot_product_attention(
             q[:, :, first:last], *keys, attn_mask=mask, is_causal=mask is None, scale=scale
         )
         out[first:last] = tile.permute(2, 0, 1, 3).reshape(last - first, num_q_heads, head_dim)
 
 
-def _future(size: int, device: torch.device) -> torch.Tensor:
-    """[size, size], True above the diagonal."""
-    return torch.ones(size, size, dtype=torch.bool, device=device).triu(1)
+def _tile_mask(like: torch.Tensor, num_queries: int, num_keys: int, window: int | None) -> torch.Tensor | None:
+    """[num_queries, num_keys], 0 or -inf, for queries at the last of the keys' positions; None: causal says it all."""
+    windowed = window is not None and num_keys > window
+    if num_keys == num_queries and not windowed:
+        return None
+    offset = num_keys - num_queries
+    mask = like.new_zeros(num_queries, num_keys)
+    future = torch.ones(num_queries, num_queries, dtype=torch.bool, device=like.device).triu(1)
+    mask[:, offset:].masked_fill_(future, float("-inf"))
+    if windowed:
+        assert window is not None
+        past = torch.ones_like(mask, dtype=torch.bool).tril(offset - window)
+        mask.masked_fill_(past, float("-inf"))
+    return mask

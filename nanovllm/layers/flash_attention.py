@@ -56,11 +56,19 @@ class FlashAttention:
         return FlashPlan(len(rows), block_tables[rows.long()], context_lens, None, None, 0)
 
     def attend(
-        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, step: "Step", scale: float
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        step: "Step",
+        scale: float,
+        window: int | None = None,
     ) -> torch.Tensor:
         plan = step.plan
         assert isinstance(plan, FlashPlan)
         n = plan.num_decodes
+        # Keys before and after the query's own.
+        options = {} if window is None else {"window_size": (window - 1, 0)}
         parts = []
         if n:
             decoded = self._flash.flash_attn_with_kvcache(
@@ -71,6 +79,7 @@ class FlashAttention:
                 block_table=plan.block_tables[:n],
                 softmax_scale=scale,
                 causal=True,
+                **options,
             )
             parts.append(decoded.squeeze(1))
         if plan.cu_seqlens_q is not None:
@@ -85,6 +94,7 @@ class FlashAttention:
                     cu_seqlens_k=plan.cu_seqlens_k,
                     softmax_scale=scale,
                     causal=True,
+                    **options,
                     block_table=plan.block_tables[n:],
                 )
             )

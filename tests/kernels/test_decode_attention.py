@@ -45,9 +45,9 @@ def make_q(batch, num_q_heads, num_kv_heads, head_dim, dtype):
     return fused[:, :num_q_heads]
 
 
-def compare(out, q, k, v, tables, rows, lens, scale):
+def compare(out, q, k, v, tables, rows, lens, scale, window=None):
     wide = torch.float64 if q.dtype == torch.float32 else torch.float32
-    expected = paged_decode_reference(q.to(wide), k, v, tables, rows, lens, scale)
+    expected = paged_decode_reference(q.to(wide), k, v, tables, rows, lens, scale, window)
     assert out.dtype == q.dtype
     assert out.is_contiguous()
     error = (out.to(wide) - expected).norm() / expected.norm()
@@ -64,7 +64,7 @@ def check(context_lens, num_q_heads, num_kv_heads, head_dim, block_size, dtype, 
     poison = torch.full(q.shape, float("nan"), dtype=dtype, device=DEVICE)
     del poison  # the allocator hands this memory to the output
     out = paged_decode(q, k, v, tables, head_dim**-0.5, plan)
-    compare(out, q, k, v, tables, rows, lens, head_dim**-0.5)
+    compare(out, q, k, v, tables, rows, lens, head_dim**-0.5, plan.window)
     assert not plan.arrived.any(), "the counters must be zero for the next layer"
     return out
 
@@ -97,18 +97,61 @@ def test_empty_and_padded_rows_do_no_harm():
     assert not out[2].any()
 
 
-@pytest.mark.parametrize("lens", [[1], [131072], [1, 131072, 0, 64, 65], list(range(0, 3000, 11))])
-def test_plan_covers_every_key_once(lens):
+@pytest.mark.parametrize("window", [1, 20, 64, 100, 257])
+def test_window_edges(window):
+    plan = make_plan(9, 2, 1, 64).with_window(window)
+    lens = [max(window + step, 0) for step in (-1, 0, 1, 15, 16, 63, 64, 700)]
+    check([*lens, 0], 2, 1, 64, 16, torch.float32, plan)
+
+
+@pytest.mark.parametrize("block_size", [48, 64, 256])
+def test_window_in_other_block_sizes_and_in_half_precision(block_size):
+    plan = make_plan(5, 4, 2, 80).with_window(130)
+    check([129, 130, 131, 600, 1], 4, 2, 80, block_size, torch.float16, plan)
+
+
+def test_the_reference_with_a_window_is_attention_over_the_last_keys_alone():
+    k, v, tables, rows = make_cache([50], 16, 1, 64, torch.float64)
+    lens, q = torch.tensor([50], device=DEVICE), make_q(1, 2, 1, 64, torch.float64)
+    out = paged_decode_reference(q, k, v, tables, rows, lens, 0.1, 18)
+    last = torch.arange(32, 50, device=DEVICE)
+    blocks = tables[rows[0], last // 16].long()
+    weights = (q[0] @ k[blocks, last % 16, 0].T * 0.1).softmax(-1)
+    torch.testing.assert_close(out[0], weights @ v[blocks, last % 16, 0])
+
+
+def test_plans_of_two_windows_share_a_workspace_in_turn():
+    plan = make_plan(4, 2, 1, 64)
+    windowed = plan.with_window(100)
+    assert windowed.partial is plan.partial
+    for lens in ([700, 3, 90], [101, 1000, 260]):
+        check(lens, 2, 1, 64, 16, torch.float32, plan)
+        check(lens, 2, 1, 64, 16, torch.float32, windowed)
+
+
+MANY = list(range(0, 3000, 11))
+
+
+@pytest.mark.parametrize(
+    ("lens", "window"),
+    [([1], None), ([131072], None), ([1, 131072, 0, 64, 65], None), (MANY, None), ([1, 5000, 0, 1000, 1001], 1000)],
+)
+def test_plan_covers_every_key_once(lens, window):
+    """With a window: from the grain that the first visible key is in."""
     plan = make_plan(len(lens), 2, 1, 64)
+    if window:
+        plan = plan.with_window(window)
     rows = torch.arange(len(lens), dtype=torch.int32, device=DEVICE) + 7
     plan.update(rows, torch.tensor(lens, dtype=torch.int32, device=DEVICE))
     items = plan.items[: int(plan.count)].tolist()
     assert len(items) <= plan.max_items(len(lens))
     at = 0
     for seq, length in enumerate(lens):
-        first, end = at, 0
+        visible = max(length - window, 0) if window else 0
+        first, end = at, visible // plan.grain * plan.grain
         while at < len(items) and items[at][0] == seq:
-            _, row, start, stop, first_item, splits, *_ = items[at]
+            _, row, start, stop, first_item, splits, first_visible, _ = items[at]
+            assert not window or first_visible == visible
             assert (row, start, first_item) == (seq + 7, end, first)
             assert start < stop or length == 0
             at, end = at + 1, stop
@@ -123,6 +166,17 @@ def test_plan_covers_every_key_once(lens):
 @pytest.mark.parametrize("block_size", [16, 48, 256])
 def test_long(dtype, head_dim, block_size):
     check([1, 8000, 2047, 100, 16, 777] * 3, 16, 8, head_dim, block_size, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+@pytest.mark.parametrize("window", [512, 1000, 4096])
+def test_long_windows(dtype, head_dim, window):
+    lens = [1, 8000, window - 1, window, window + 1, window + 64, 777] * 3
+    plan = make_plan(len(lens), 16, 8, head_dim).with_window(window)
+    for block_size in (16, 256):
+        check(lens, 16, 8, head_dim, block_size, dtype, plan)
 
 
 @pytest.mark.gpu

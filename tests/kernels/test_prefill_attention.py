@@ -30,7 +30,7 @@ def make_cache(context_lens, block_size, num_kv_heads, head_dim, dtype):
     return cache[0], cache[1], tables.to(DEVICE, torch.int32), rows.to(DEVICE, torch.int32)
 
 
-def check(q_lens, cached, num_q_heads, num_kv_heads, head_dim, block_size, dtype):
+def check(q_lens, cached, num_q_heads, num_kv_heads, head_dim, block_size, dtype, window=None):
     context_lens = [a + b for a, b in zip(q_lens, cached, strict=True)]
     k, v, tables, rows = make_cache(context_lens, block_size, num_kv_heads, head_dim, dtype)
     fused = torch.randn((sum(q_lens), num_q_heads + 2 * num_kv_heads, head_dim), device=DEVICE).to(dtype)
@@ -39,9 +39,9 @@ def check(q_lens, cached, num_q_heads, num_kv_heads, head_dim, block_size, dtype
     lens = torch.tensor(context_lens, dtype=torch.int32, device=DEVICE)
     args = (k, v, tables, rows, cu, lens, head_dim**-0.5)
     out = torch.full(q.shape, float("nan"), dtype=dtype, device=DEVICE)
-    paged_prefill(q, *args, out=out)
+    paged_prefill(q, *args, out=out, window=window)
     wide = torch.float64 if dtype == torch.float32 else torch.float32
-    expected = paged_prefill_reference(q.to(wide), k, v, *args[2:])
+    expected = paged_prefill_reference(q.to(wide), k, v, *args[2:], window=window)
     assert out.dtype == dtype
     assert out.is_contiguous()
     error = (out.to(wide) - expected).norm() / expected.norm()
@@ -71,6 +71,30 @@ def test_many_single_tokens_around_a_chunk():
     check(q_lens, [i % 23 for i in range(300)], 2, 1, 64, 16, torch.float32)
 
 
+@pytest.mark.parametrize("window", [1, 31, 32, 33, 64, 100])
+def test_window_edges(window):
+    """Whole prompts, chunks and single tokens around the window's length; rows of one tile see different tiles."""
+    lens = [max(window + step, 1) for step in (-1, 0, 1)]
+    check([*lens, *lens, 1, 1, 70], [0, 0, 0, 5, 70, 200, window, window - 1, 150], 3, 1, 64, 16, torch.float32, window)
+
+
+@pytest.mark.parametrize("block_size", [48, 64, 256])
+def test_window_in_other_block_sizes_and_in_half_precision(block_size):
+    check([1, 200, 16], [300, 150, 129], 4, 2, 80, block_size, torch.float16, 130)
+
+
+def test_the_reference_with_a_window_is_attention_over_the_last_keys_alone():
+    k, v, tables, rows = make_cache([50], 16, 1, 64, torch.float64)
+    q = torch.randn(3, 2, 64, dtype=torch.float64, device=DEVICE)
+    cu, lens = torch.tensor([0, 3], device=DEVICE), torch.tensor([50], device=DEVICE)
+    out = paged_prefill_reference(q, k, v, tables, rows, cu, lens, 0.1, window=18)
+    for i in range(3):
+        seen = torch.arange(47 + i - 17, 47 + i + 1, device=DEVICE)
+        blocks = tables[rows[0], seen // 16].long()
+        weights = (q[i] @ k[blocks, seen % 16, 0].T * 0.1).softmax(-1)
+        torch.testing.assert_close(out[i], weights @ v[blocks, seen % 16, 0])
+
+
 def test_first_token_alone():
     check([1], [0], 2, 1, 64, 16, torch.float32)
 
@@ -87,6 +111,16 @@ def test_long(dtype, head_dim, block_size):
 @pytest.mark.parametrize(("num_q_heads", "num_kv_heads"), [(14, 2), (9, 3), (40, 8), (8, 8)])
 def test_long_group_ratios(num_q_heads, num_kv_heads):
     check([1, 777, 64], [300, 1000, 0], num_q_heads, num_kv_heads, 128, 256, torch.bfloat16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+@pytest.mark.parametrize("window", [512, 1000])
+def test_long_windows(dtype, head_dim, window):
+    q_lens, cached = [1, 1000, 3, 2048, 1, 517, window], [5000, 0, window - 1, 1111, 0, 7, 0]
+    for block_size in (16, 256):
+        check(q_lens, cached, 8, 4, head_dim, block_size, dtype, window)
 
 
 @pytest.mark.gpu

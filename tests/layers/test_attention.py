@@ -10,16 +10,16 @@ from nanovllm.engine.step import Step, StepInput
 from nanovllm.layers.attention import QUERY_TILE, TorchAttention
 
 
-def naive(q, k, v, scale):
+def naive(q, k, v, scale, window=None):
     """Queries are the last of the keys' positions; float64, one head at a time."""
     group = q.shape[1] // k.shape[1]
     out = torch.empty_like(q, dtype=torch.float64)
     offset = len(k) - len(q)
     for head in range(q.shape[1]):
         for i in range(len(q)):
-            keys = k[: offset + i + 1, head // group].double()
-            weights = (keys @ q[i, head].double() * scale).softmax(0)
-            out[i, head] = weights @ v[: offset + i + 1, head // group].double()
+            seen = slice(max(offset + i + 1 - (window or len(k)), 0), offset + i + 1)
+            weights = (k[seen, head // group].double() @ q[i, head].double() * scale).softmax(0)
+            out[i, head] = weights @ v[seen, head // group].double()
     return out
 
 
@@ -48,18 +48,31 @@ def test_mixed_step_against_float64(heads, kv_heads, head_dim, block_size):
         texts.append((k, v))
     q = torch.randn(int(lengths.sum()), heads, head_dim, generator=generator)
     inputs = StepInput(rows, starts, lengths, np.zeros(len(q), np.int32), np.ones(7, np.int32), None, None)
-    backend = TorchAttention()
+    windows = (None, 1, 16, 17, 20, 48)
+    backend = TorchAttention(windows)
     kv_cache = torch.empty(1, 2, 1, block_size, 1, 1)
     step = Step(None, None, None, None, None, tables, 40, kv_cache)
     plan = backend.plan(inputs, None, None, step)
-    assert len(plan.decodes) > 1
-    assert len(plan.prompts) == 3
-    out = backend.attend(q, k_cache, v_cache, replace(step, plan=plan), 0.3)
-    expected = [naive(part, *kv, 0.3) for part, kv in zip(q.split(lengths.tolist()), texts, strict=True)]
-    torch.testing.assert_close(out.double(), torch.cat(expected), rtol=1e-5, atol=1e-5)
+    assert len(plan[None].decodes) > 1
+    assert len(plan[None].prompts) == 3
+    for window in windows:
+        out = backend.attend(q, k_cache, v_cache, replace(step, plan=plan), 0.3, window)
+        expected = [naive(part, *kv, 0.3, window) for part, kv in zip(q.split(lengths.tolist()), texts, strict=True)]
+        torch.testing.assert_close(out.double(), torch.cat(expected), rtol=1e-5, atol=1e-5)
 
 
-def test_prompt_longer_than_a_query_tile():
+def test_blocks_before_the_window_are_not_gathered():
+    one = np.ones(1, np.int32)
+    tables = torch.arange(40, dtype=torch.int32)[None]
+    step = Step(None, None, None, None, None, tables, 40, torch.empty(1, 2, 1, 16, 1, 1))
+    decode = StepInput(one * 0, one * 400, one, np.zeros(1, np.int32), one, None, None)
+    assert TorchAttention([32]).plan(decode, None, None, step)[32].decodes[0].blocks.tolist() == [23, 24, 25]
+    prompt = StepInput(one * 0, one * 400, one * 20, np.zeros(20, np.int32), one, None, None)
+    assert TorchAttention([32]).plan(prompt, None, None, step)[32].prompts[0].blocks.tolist() == [23, 24, 25, 26]
+
+
+@pytest.mark.parametrize("window", [None, 30, QUERY_TILE, QUERY_TILE + 40])
+def test_prompt_longer_than_a_query_tile(window):
     generator = torch.Generator().manual_seed(0)
     n, cached = QUERY_TILE + 30, 21
     k, v = torch.randn(2, n + cached, 1, 16, generator=generator).unbind(0)
@@ -71,7 +84,7 @@ def test_prompt_longer_than_a_query_tile():
     tables = torch.arange(blocks, dtype=torch.int32)[None]
     one = np.ones(1, np.int32)
     inputs = StepInput(one * 0, one * cached, one * n, np.zeros(n, np.int32), one, None, None)
-    backend = TorchAttention()
+    backend = TorchAttention([window])
     step = Step(None, None, None, None, None, tables, n, torch.empty(1, 2, 1, 16, 1, 1))
-    out = backend.attend(q, *caches, replace(step, plan=backend.plan(inputs, None, None, step)), 0.25)
-    torch.testing.assert_close(out.double(), naive(q, k, v, 0.25), rtol=1e-5, atol=1e-5)
+    out = backend.attend(q, *caches, replace(step, plan=backend.plan(inputs, None, None, step)), 0.25, window)
+    torch.testing.assert_close(out.double(), naive(q, k, v, 0.25, window), rtol=1e-5, atol=1e-5)
