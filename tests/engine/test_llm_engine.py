@@ -262,6 +262,8 @@ def test_request_that_finished_in_a_step_that_broke_off_is_still_reported(folder
     [
         ([[1, 2], []], None, ValueError, "prompt 1: the prompt is empty"),
         ([[1, 2], [258]], None, ValueError, "prompt 1: token id 258 is outside the vocabulary of 258"),
+        ([[3, -1]], None, ValueError, "prompt 0: token id -1 is outside the vocabulary of 258"),
+        ([[3, 2**70]], None, ValueError, f"prompt 0: token id {2**70} is outside the vocabulary of 258"),
         ([[-1]], None, ValueError, "prompt 0: token id -1 is outside"),
         ([[1, 2.5]], None, TypeError, r"prompt 0: token ids must be integers, got 2\.5"),
         ([[True]], None, TypeError, "prompt 0: token ids must be integers, got True"),
