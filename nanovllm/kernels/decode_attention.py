@@ -1,90 +1,16 @@
 """Attention of one new token per sequence over a paged KV cache, for CUDA graphs.
 
-The cache of long sequences is cut into splits that run side by side. Under a graph the grid is fixed while lengths
-change from replay to replay, so the device chooses the split size: `DecodePlan.update` (once a step, for all layers)
-spreads the batch's tokens over a bounded number of work items, and `paged_decode` launches that bound. The size adapts
-to the work there is: nothing depends on the longest sequence the engine allows.
+The cache of long sequences is cut into splits that run side by side; `decode_plan` says where.
 """
-
-from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.decode_plan import ITEM_FIELDS, DecodePlan
+
 LOG2_E = 1.4426950408889634
-ITEM_FIELDS = 8  # int32s of a work item: sequence, table row, first and end key, first item, items, first visible key
-PROGRAMS_PER_CORE = 2  # of a wave, a multiprocessor: one reads too slowly, more cut splits whose merging costs more
 MERGE_ELEMENTS = 2048  # of partial outputs that a merging program loads at a time
-SPREAD = 2  # work items a sequence, beyond the one wave, that even out lengths
-
-
-@triton.jit
-def _pieces(length, split, GRAIN: tl.constexpr):
-    """(size, number) of a sequence's splits: equal ones of at most `split` keys, none empty but an empty sequence's."""
-    size = tl.maximum(tl.cdiv(tl.cdiv(length, tl.maximum(tl.cdiv(length, split), 1)), GRAIN), 1) * GRAIN
-    return size, tl.maximum(tl.cdiv(length, size), 1)
-
-
-@triton.jit
-def _hidden(length, WINDOW: tl.constexpr, GRAIN: tl.constexpr):
-    """Keys, a multiple of the grain, that the window of a sequence's last token leaves behind; WINDOW 0: none."""
-    if WINDOW == 0:
-        return 0
-    else:
-        return tl.maximum(length - WINDOW, 0) // GRAIN * GRAIN
-
-
-@triton.jit(
-    do_not_specialize=["batch", "target_items"],
-    do_not_specialize_on_alignment=["rows_ptr", "context_lens_ptr"],
-)
-def _plan_kernel(
-    items_ptr, count_ptr, rows_ptr, context_lens_ptr, batch, target_items,
-    GRAIN: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr, WINDOW: tl.constexpr,
-):  # fmt: skip
-    """One program a sequence: write the sequence's work items; program 0 also their number over the batch.
-
-    Every program reads all lengths, twice (the sum sets the split size, the size the offsets): cheaper than a second
-    launch. The items number at most `batch + target_items`: each sequence's last split may be short.
-    """
-    seq = tl.program_id(0)
-    lanes = tl.arange(0, CHUNK)
-    total = tl.zeros([CHUNK], tl.int64)
-    for chunk in range(0, batch, CHUNK):
-        index = chunk + lanes
-        lengths = tl.load(context_lens_ptr + index, mask=index < batch, other=0)
-        total += lengths - _hidden(lengths, WINDOW, GRAIN)
-    split = (tl.maximum(tl.cdiv(tl.cdiv(tl.sum(total), target_items), GRAIN), 1) * GRAIN).to(tl.int32)
-
-    before = tl.zeros([CHUNK], tl.int32)
-    count = tl.zeros([CHUNK], tl.int32)
-    for chunk in range(0, batch, CHUNK):
-        index = chunk + lanes
-        lengths = tl.load(context_lens_ptr + index, mask=index < batch, other=0)
-        _, numbers = _pieces(lengths - _hidden(lengths, WINDOW, GRAIN), split, GRAIN)
-        count += tl.where(index < batch, numbers, 0)
-        before += tl.where(index < seq, numbers, 0)
-    first = tl.sum(before)
-    if seq == 0:
-        tl.store(count_ptr, tl.sum(count))
-
-    length = tl.load(context_lens_ptr + seq)
-    row = tl.load(rows_ptr + seq)
-    hidden = _hidden(length, WINDOW, GRAIN)
-    piece, splits = _pieces(length - hidden, split, GRAIN)
-    for chunk in range(0, splits, CHUNK):
-        index = chunk + lanes
-        mask = index < splits
-        item = items_ptr + (first + index) * FIELDS
-        tl.store(item, tl.zeros([CHUNK], tl.int32) + seq, mask=mask)
-        tl.store(item + 1, tl.zeros([CHUNK], tl.int32) + row, mask=mask)
-        tl.store(item + 2, hidden + index * piece, mask=mask)
-        tl.store(item + 3, tl.minimum(hidden + (index + 1) * piece, length), mask=mask)
-        tl.store(item + 4, tl.zeros([CHUNK], tl.int32) + first, mask=mask)
-        tl.store(item + 5, tl.zeros([CHUNK], tl.int32) + splits, mask=mask)
-        if WINDOW:
-            tl.store(item + 6, tl.zeros([CHUNK], tl.int32) + tl.maximum(length - WINDOW, 0), mask=mask)
 
 
 @triton.jit
@@ -225,63 +151,6 @@ def _decode_kernel(
             lse_ptr + (first * NUM_KV_HEADS + kv_head) * GROUP,
             splits, NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_D, MERGE_GROUP, MERGE_ROWS, NUM_STAGES,
         )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class DecodePlan:
-    """Work list and workspace of decode attention, shared by all layers and by the graphs of all batch sizes."""
-
-    items: torch.Tensor  # [capacity, ITEM_FIELDS] int32
-    count: torch.Tensor  # [1] int32, the items in use
-    partial: torch.Tensor  # [capacity, num_q_heads, head_dim] float32, each split's normalised output
-    lse: torch.Tensor  # [capacity, num_q_heads] float32, log2 of each split's exponential sum
-    arrived: torch.Tensor  # [max_batch, num_kv_heads] int32, splits done; zero between launches
-    wave: int  # work items that fill the GPU once
-    grain: int = 64  # keys; split sizes are multiples of it
-    window: int | None = None  # keys that a token sees, itself included; None: all
-
-    @classmethod
-    def create(
-        cls, max_batch: int, num_q_heads: int, num_kv_heads: int, head_dim: int, device: torch.device | str
-    ) -> "DecodePlan":
-        """Allocate for batches of up to `max_batch` sequences."""
-        device = torch.device(device)
-        cores = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-        wave = -(-cores * PROGRAMS_PER_CORE // num_kv_heads)
-        capacity = wave + (SPREAD + 1) * max_batch
-        return cls(
-            items=torch.zeros((capacity, ITEM_FIELDS), dtype=torch.int32, device=device),
-            count=torch.zeros(1, dtype=torch.int32, device=device),
-            partial=torch.empty((capacity, num_q_heads, head_dim), dtype=torch.float32, device=device),
-            lse=torch.empty((capacity, num_q_heads), dtype=torch.float32, device=device),
-            arrived=torch.zeros((max_batch, num_kv_heads), dtype=torch.int32, device=device),
-            wave=wave,
-        )
-
-    def with_window(self, window: int) -> "DecodePlan":
-        """For layers that see the last `window` keys only: a work list of its own in the same workspace."""
-        return replace(self, items=self.items.clone(), count=self.count.clone(), window=window)
-
-    def max_items(self, batch: int) -> int:
-        """Bound on a batch's work items: one wave, SPREAD a sequence, and one that each sequence's rounding may add."""
-        return self.wave + (SPREAD + 1) * batch
-
-    def update(self, rows: torch.Tensor, context_lens: torch.Tensor) -> None:
-        """Plan a batch on the device: rows of the block tables and context lengths, both [batch] int32."""
-        batch = rows.shape[0]
-        _plan_kernel[(batch,)](
-            self.items,
-            self.count,
-            rows,
-            context_lens,
-            batch,
-            self.max_items(batch) - batch,
-            GRAIN=self.grain,
-            CHUNK=256,
-            FIELDS=ITEM_FIELDS,
-            WINDOW=self.window or 0,
-            num_warps=1,
-        )
 
 
 def tile_config(head_dim: int, itemsize: int, block_size: int) -> tuple[int, int, int]:

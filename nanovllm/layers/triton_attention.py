@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from nanovllm.kernels.decode_attention import DecodePlan, paged_decode
+from nanovllm.kernels.decode_attention import paged_decode
+from nanovllm.kernels.decode_plan import DecodePlan
 from nanovllm.kernels.prefill_attention import paged_prefill
 from nanovllm.layers.ops import OVERLAP_ROWS, has_dependent_launch
 

@@ -17,7 +17,8 @@ import time
 import torch
 from triton.testing import do_bench
 
-from nanovllm.kernels.decode_attention import DecodePlan, paged_decode
+from nanovllm.kernels.decode_attention import paged_decode
+from nanovllm.kernels.decode_plan import DecodePlan
 from nanovllm.kernels.prefill_attention import paged_prefill
 
 BLOCK_SIZE = 256

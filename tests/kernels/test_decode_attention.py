@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from nanovllm.kernels.decode_attention import DecodePlan, paged_decode, paged_decode_reference
+from nanovllm.kernels.decode_attention import paged_decode, paged_decode_reference
+from nanovllm.kernels.decode_plan import DecodePlan
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BF16 = pytest.param(torch.bfloat16, marks=pytest.mark.gpu)  # the interpreter's dot takes its bits for integers
