@@ -174,6 +174,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     engine.add_argument("--enforce-eager", action="store_true")
     engine.add_argument("--no-prefix-caching", action="store_true")
     engine.add_argument("--no-overlap", action="store_true", help="wait for a step's tokens before preparing the next")
+    engine.add_argument("--no-shared-prefix-attention", action="store_true", help="read a shared prefix per sequence")
     engine.add_argument("--device", default="auto")
     engine.add_argument("--dtype", default="auto")
     for name in ("max-model-len", "max-num-seqs", "max-num-batched-tokens", "kvcache-block-size"):
@@ -196,6 +197,7 @@ def build_llm(args: argparse.Namespace, scratch: Path) -> tuple[LLM, str, float]
         "enforce_eager": args.enforce_eager,
         "enable_prefix_caching": not args.no_prefix_caching,
         "overlap": False if args.no_overlap else None,
+        "shared_prefix_attention": False if args.no_shared_prefix_attention else None,
         "max_model_len": args.max_model_len,
         "max_num_seqs": args.max_num_seqs,
         "max_num_batched_tokens": args.max_num_batched_tokens,

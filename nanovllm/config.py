@@ -39,6 +39,8 @@ class Config:
         load_format: "dummy" gives random weights and needs no weight files.
         device: "auto" takes the GPU when there is one, else the CPU.
         attention_backend: "auto" is `triton` on a GPU and `torch` on a CPU.
+        shared_prefix_attention: read the KV of a prefix that running sequences share once a step for all of them, where
+            that pays (default: with the `triton` backend, which alone can).
         overlap: prepare a step while the one before runs (default: on a GPU). The tokens are the same either way.
         seed: seed of every request (any integer of 64 bits).
 
@@ -61,6 +63,7 @@ class Config:
     load_format: str = "auto"
     device: str = "auto"
     attention_backend: str = "auto"
+    shared_prefix_attention: bool | None = None
     overlap: bool | None = None
     seed: int = 0
 
@@ -84,8 +87,9 @@ class Config:
         for name in ("enforce_eager", "enable_prefix_caching"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
-        if self.overlap is not None and not isinstance(self.overlap, bool):
-            raise TypeError(f"overlap must be True, False or None, got {self.overlap!r}")
+        for name in ("overlap", "shared_prefix_attention"):
+            if getattr(self, name) is not None and not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True, False or None, got {getattr(self, name)!r}")
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("load_format", self.load_format, LOAD_FORMATS)
         _check_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)

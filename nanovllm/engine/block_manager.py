@@ -48,6 +48,7 @@ class BlockManager:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.ref_counts = [0] * num_blocks
+        self.num_shared_blocks = 0  # blocks that several block tables name
         self._unused: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._contents: dict[int, Published] = {}  # block -> what it holds
         self._cached: dict[bytes, int] = {}  # chain key -> block
@@ -103,6 +104,7 @@ class BlockManager:
             if self.ref_counts[block] == 0:
                 del self._unused[block]
             self.ref_counts[block] += 1
+            self.num_shared_blocks += self.ref_counts[block] == 2
         seq.block_table = list(prefix)
         seq.num_published_blocks = len(prefix)
         seq.last_published_uid = self._contents[prefix[-1]].uid if prefix else ROOT_UID
@@ -136,6 +138,7 @@ class BlockManager:
         """Take all blocks from `seq`. The end of a prefix becomes evictable before its beginning."""
         for block in reversed(seq.block_table):
             self.ref_counts[block] -= 1
+            self.num_shared_blocks -= self.ref_counts[block] == 1
             if self.ref_counts[block] == 0:
                 self._unused[block] = None
                 if block not in self._contents:
@@ -158,6 +161,9 @@ class BlockManager:
                 counts[block] += 1
         if counts != self.ref_counts:
             raise RuntimeError(f"reference counts {self.ref_counts} differ from the block tables' {counts}")
+        num_shared = sum(count > 1 for count in counts)
+        if num_shared != self.num_shared_blocks:
+            raise RuntimeError(f"{self.num_shared_blocks} blocks are counted as shared, should be {num_shared}")
         unused = {block for block, count in enumerate(counts) if count == 0}
         if unused != set(self._unused):
             raise RuntimeError(f"unused blocks are {sorted(self._unused)}, should be {sorted(unused)}")

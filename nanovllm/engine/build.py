@@ -9,7 +9,7 @@ import torch
 
 from nanovllm.config import Config, Limits
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.graph_runner import graph_batch_sizes
+from nanovllm.engine.graph_runner import graph_batch_sizes, shared_batch_sizes
 from nanovllm.engine.memory import (
     allocate_kv_cache,
     cpu_pool_blocks,
@@ -19,6 +19,8 @@ from nanovllm.engine.memory import (
 )
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.shared_prefix import SharedPrefixFinder
+from nanovllm.engine.step import StepBuilder
 from nanovllm.layers.attention import AttentionBackend, TorchAttention
 from nanovllm.layers.flash_attention import FlashAttention
 from nanovllm.layers.ops import Ops, torch_ops, triton_ops
@@ -39,6 +41,7 @@ class EngineParts:
     max_model_len: int
     model_runner: ModelRunner
     scheduler: Scheduler
+    step_builder: StepBuilder
     overlap: bool
 
 
@@ -51,7 +54,10 @@ def build_engine_parts(config: Config) -> EngineParts:
     free_at_start = free_gpu_bytes(device) if device.type == "cuda" else 0
     limits = choose_limits(config, hf_config, device)
     dtype = choose_dtype(config.dtype, hf_config, device)
-    ops, attention = choose_backend(config.attention_backend, device, dtype, spec, limits.max_num_seqs)
+    share = config.shared_prefix_attention is not False
+    ops, attention = choose_backend(config.attention_backend, device, dtype, spec, limits.max_num_seqs, share)
+    if config.shared_prefix_attention and attention.shared is None:
+        raise ValueError(f"shared_prefix_attention needs attention_backend 'triton', not {attention.name!r}")
     block_size = choose_block_size(config.kvcache_block_size, attention)
     model = load_model(spec, Build(dtype, device, ops, attention, limits.max_model_len), config, checkpoint)
 
@@ -71,7 +77,8 @@ def build_engine_parts(config: Config) -> EngineParts:
         )
     runner = runner_for(num_blocks)
     if use_graphs:
-        runner.capture_graphs(graph_batch_sizes(limits.max_num_seqs))
+        shared_sizes = shared_batch_sizes(limits.max_num_seqs) if attention.shared is not None else []
+        runner.capture_graphs(graph_batch_sizes(limits.max_num_seqs), shared_sizes)
     logger.info(
         "%s on %s in %s, attention backend %s, %s, %d KV blocks of %d tokens, up to %d sequences of %d tokens",
         hf_config.architectures[0],
@@ -93,6 +100,7 @@ def build_engine_parts(config: Config) -> EngineParts:
         max_model_len=limits.max_model_len,
         model_runner=runner,
         scheduler=Scheduler(blocks, limits.max_num_seqs, limits.max_num_batched_tokens, eos),
+        step_builder=StepBuilder(limits.max_num_seqs, eos, shared_prefix_finder(attention, spec, block_size, dtype)),
         overlap=device.type == "cuda" if config.overlap is None else config.overlap,
     )
 
@@ -149,9 +157,9 @@ def choose_limits(config: Config, hf_config: Any, device: torch.device) -> Limit
 
 
 def choose_backend(
-    name: str, device: torch.device, dtype: torch.dtype, spec: DecoderSpec, max_num_seqs: int
+    name: str, device: torch.device, dtype: torch.dtype, spec: DecoderSpec, max_num_seqs: int, share: bool
 ) -> tuple[Ops, AttentionBackend]:
-    """Operations and attention for a backend name.
+    """Operations and attention for a backend name; `share`: with a pass over shared prefixes where the backend has it.
 
     Raises:
         ValueError: a backend that the machine or the model cannot have, and why.
@@ -169,7 +177,20 @@ def choose_backend(
     from nanovllm.layers.triton_attention import TritonAttention
 
     shape = (max_num_seqs, spec.num_q_heads, spec.num_kv_heads, spec.head_dim)
-    return triton_ops(device, dtype), TritonAttention(*shape, device)
+    return triton_ops(device, dtype), TritonAttention(*shape, device, share=share)
+
+
+def shared_prefix_finder(
+    attention: AttentionBackend, spec: DecoderSpec, block_size: int, dtype: torch.dtype
+) -> SharedPrefixFinder | None:
+    """What fills the backend's list of shared prefixes, if it has one."""
+    if attention.shared is None:
+        return None
+    group = spec.num_q_heads // spec.num_kv_heads
+    bytes_per_token = 2 * spec.num_kv_heads * spec.head_dim * dtype.itemsize
+    return SharedPrefixFinder(
+        attention.shared.max_batch, attention.shared.max_items, group, block_size, bytes_per_token
+    )
 
 
 def choose_block_size(asked: int | None, attention: AttentionBackend) -> int:

@@ -5,6 +5,7 @@ slots carry the padding row: it has one token in the block that nobody owns. The
 (only one runs at a time) and are captured from large to small, so that the pool is as large as the largest needs.
 """
 
+from bisect import bisect_left
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,18 +23,25 @@ def graph_batch_sizes(max_num_seqs: int) -> list[int]:
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
 
 
+def shared_batch_sizes(max_num_seqs: int) -> list[int]:
+    """Sizes to record with a pass over shared prefixes: fewer, since few sequences have little to share."""
+    sizes = [4, 8, 16, *range(32, 8192, 32)]
+    return [size for size in sizes if size < max_num_seqs] + [max_num_seqs] if max_num_seqs > 1 else []
+
+
 class GraphRunner:
     """Recorded decode steps of one runner.
 
     Args:
         runner: its model, row state and KV cache are baked into the graphs by address.
         batch_sizes: in ascending order.
+        shared_sizes: for batches with a pass over shared prefixes, in ascending order; may be empty.
     """
 
-    def __init__(self, runner: "ModelRunner", batch_sizes: list[int]):
+    def __init__(self, runner: "ModelRunner", batch_sizes: list[int], shared_sizes: list[int]):
         self._runner = runner
-        self._sizes = batch_sizes
-        self._largest = batch_sizes[-1]
+        self._sizes = {False: batch_sizes, True: shared_sizes}
+        self._largest = max(batch_sizes + shared_sizes)
         device = runner.device
         # Rows and context lengths: what differs from replay to replay. Padding stands in all of it now.
         self._inputs_np = np.empty((2, self._largest), dtype=np.int32)
@@ -44,19 +52,19 @@ class GraphRunner:
         vocab_size = runner.model.spec.vocab_size
         self._logits = torch.empty(self._largest, vocab_size, dtype=runner.kv_cache.dtype, device=device)
         self._no_prompts = torch.zeros(1, dtype=torch.int32, device=device)
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self._by_batch = np.searchsorted(batch_sizes, np.arange(self._largest + 1))
+        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         pool = None
-        for size in reversed(batch_sizes):
-            self._graphs[size] = graph = torch.cuda.CUDAGraph()
-            self._run(size)  # warm-up: kernels are compiled and libraries initialised outside of the capture
+        keys = [(size, shared) for shared, sizes in self._sizes.items() for size in sizes]
+        for size, shared in sorted(keys, reverse=True):
+            self._graphs[size, shared] = graph = torch.cuda.CUDAGraph()
+            self._run(size, shared)  # warm-up: kernels are compiled and libraries initialised outside of the capture
             torch.cuda.synchronize(device)
             with torch.cuda.graph(graph, pool=pool):
-                self._run(size)
+                self._run(size, shared)
             pool = graph.pool()
 
-    def fits(self, num_seqs: int) -> bool:
-        return num_seqs <= self._largest
+    def fits(self, num_seqs: int, shared: bool) -> bool:
+        return bool(self._sizes[shared]) and num_seqs <= self._sizes[shared][-1]
 
     def inputs_for(self, rows: np.ndarray, context_lens: np.ndarray) -> tuple[np.ndarray, torch.Tensor]:
         """(host values, device tensor to copy them into), both [2, largest batch size]."""
@@ -67,12 +75,13 @@ class GraphRunner:
         self._inputs_np[1, n:] = 1
         return self._inputs_np, self._inputs
 
-    def replay(self, num_seqs: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def replay(self, num_seqs: int, shared: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Queue the step; (tokens [num_seqs] int64, logits [num_seqs, vocab_size]), valid until the next replay."""
-        self._graphs[self._sizes[self._by_batch[num_seqs]]].replay()
+        sizes = self._sizes[shared]
+        self._graphs[sizes[bisect_left(sizes, num_seqs)], shared].replay()
         return self._tokens[:num_seqs], self._logits[:num_seqs]
 
-    def _run(self, size: int) -> None:
+    def _run(self, size: int, shared: bool) -> None:
         """What a graph holds: a decode of the rows in `_inputs`, from their last tokens to their next."""
         runner, state = self._runner, self._runner.rows
         rows, context_lens = self._inputs[0, :size], self._inputs[1, :size]
@@ -94,7 +103,7 @@ class GraphRunner:
             block_tables=state.block_tables,
             max_seqlen=1,
             kv_cache=runner.kv_cache,
-            plan=runner.attention.plan_decodes(rows, context_lens, state.block_tables),
+            plan=runner.attention.plan_decodes(rows, context_lens, state.block_tables, shared),
         )
         logits = runner.model.compute_logits(runner.model(inputs.token_ids, step), out=self._logits[:size])
         tokens = self._tokens[:size]

@@ -18,7 +18,6 @@ from nanovllm.engine.model_runner import StepResult
 from nanovllm.engine.request import Output, Request, StreamOutput, make_request
 from nanovllm.engine.scheduler import Batch
 from nanovllm.engine.sequence import Sequence, Status
-from nanovllm.engine.step import StepBuilder
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.progress import Progress
 
@@ -46,7 +45,7 @@ class LLMEngine:
         self._inputs = InputProcessor(
             self.tokenizer, parts.vocab_size, parts.max_model_len, blocks.num_blocks, blocks.block_size
         )
-        self._step_builder = StepBuilder(self.scheduler.max_num_seqs, self.scheduler.eos_token_ids)
+        self._step_builder = parts.step_builder
         self._max_in_flight = 1 if parts.overlap else 0  # steps whose tokens the next step does not wait for
         self._in_flight: deque[tuple[Batch, StepResult]] = deque()
         self._next_seq_id = 0

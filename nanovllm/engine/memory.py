@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from nanovllm.config import Limits
-from nanovllm.engine.graph_runner import graph_batch_sizes
+from nanovllm.engine.graph_runner import graph_batch_sizes, shared_batch_sizes
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.step import StepInput
 from nanovllm.models.decoder import DecoderSpec
@@ -132,15 +132,16 @@ def measure_gpu_memory(
 def _graph_bytes(runner: ModelRunner, max_num_seqs: int) -> int:
     """Memory of all graphs, from the two largest: the first brings the pool, each further one about the same."""
     sizes = graph_batch_sizes(max_num_seqs)
+    num_shared = len(shared_batch_sizes(max_num_seqs)) if runner.attention.shared is not None else 0
     before = free_gpu_bytes(runner.device)
-    runner.capture_graphs(sizes[-1:])
+    runner.capture_graphs(sizes[-1:], [])
     one = before - free_gpu_bytes(runner.device)
     runner.drop_graphs()
     before = free_gpu_bytes(runner.device)
-    runner.capture_graphs(sizes[-2:])
+    runner.capture_graphs(sizes[-2:], [])
     two = before - free_gpu_bytes(runner.device)
     runner.drop_graphs()
-    return one + max(two - one, 0) * (len(sizes) - 1)
+    return one + max(two - one, 0) * (len(sizes) + num_shared - 1)
 
 
 def largest_step(limits: Limits) -> StepInput:

@@ -15,6 +15,7 @@ from nanovllm.engine.graph_runner import GraphRunner
 from nanovllm.engine.scheduler import Logprobs
 from nanovllm.engine.staging import PinnedStaging
 from nanovllm.engine.step import ON_DEVICE, RowState, Step, StepInput
+from nanovllm.kernels.shared_prefixes import SharedPrefixes
 from nanovllm.layers.attention import AttentionBackend
 from nanovllm.layers.ops import Ops
 from nanovllm.models.decoder import DecoderForCausalLM
@@ -74,6 +75,7 @@ class ModelRunner:
         max_blocks = -(-limits.max_model_len // self.block_size)
         self.rows = RowState.allocate(limits.max_num_seqs, max_blocks, kv_cache.shape[2] - 1, self.device)
         self._drawer = Drawer(self.rows, ops, model.spec.vocab_size)
+        self._shared: SharedPrefixes[np.ndarray] | None = None  # what `attention.shared` holds
         self.graphs: GraphRunner | None = None
         self._staging: PinnedStaging | None = None
         if self.device.type == "cuda":
@@ -81,9 +83,9 @@ class ModelRunner:
             self._staging = PinnedStaging(self.device, limits.max_num_seqs, ints)
 
     @torch.inference_mode()
-    def capture_graphs(self, batch_sizes: list[int]) -> None:
-        """Record decode steps of these sizes; `launch` replays the smallest that fits a batch."""
-        self.graphs = GraphRunner(self, batch_sizes)
+    def capture_graphs(self, batch_sizes: list[int], shared_sizes: list[int]) -> None:
+        """Record decode steps of these sizes (`GraphRunner`); `launch` replays the smallest that fits a batch."""
+        self.graphs = GraphRunner(self, batch_sizes, shared_sizes)
 
     def drop_graphs(self) -> None:
         """Graphs and runner refer to each other; after this, dropping the runner frees its memory at once."""
@@ -98,10 +100,12 @@ class ModelRunner:
             self._staging.begin()
         if inputs.table_changes.size or inputs.row_params.size:
             self.rows.apply(*self._to_device(inputs.table_changes, inputs.row_params))
+        self._send_shared(inputs.shared)
         for history in inputs.edits.histories if inputs.edits is not None else ():
             self._drawer.start_counting(history)
-        if self.graphs is not None and inputs.is_decode and self.graphs.fits(len(inputs.rows)):
-            tokens, logprobs = self._replay(inputs, self.graphs)
+        graphs, shared = self.graphs, inputs.shared is not None
+        if graphs is not None and inputs.is_decode and graphs.fits(len(inputs.rows), shared):
+            tokens, logprobs = self._replay(inputs, graphs)
         else:
             tokens, logprobs = self._run_eagerly(inputs)
         if self._staging is None:
@@ -113,11 +117,22 @@ class ModelRunner:
         n = len(inputs.rows)
         host, device = graphs.inputs_for(inputs.rows, inputs.starts + 1)
         self._staging.copy_into(host, device)
-        tokens, logits = graphs.replay(n)
+        tokens, logits = graphs.replay(n, inputs.shared is not None)
         if inputs.is_plain:
             return tokens, None
         # The graph drew with temperature and seed only: draw again from its logits.
         return self._drawer.draw(logits, device[0, :n].long(), device[1, :n].long(), inputs)
+
+    def _send_shared(self, shared: SharedPrefixes[np.ndarray] | None) -> None:
+        """Hand the backend what the batch shares, unless it has it from the step before."""
+        if shared is None or shared is self._shared:
+            return
+        assert self.attention.shared is not None
+        if self._staging is not None:
+            self._staging.copy_into(shared.packed, self.attention.shared.packed)
+        else:
+            self.attention.shared.packed.copy_(torch.from_numpy(shared.packed))
+        self._shared = shared
 
     def _run_eagerly(self, inputs: StepInput) -> Drawn:
         input_ids, step, last = self._prepare(inputs)

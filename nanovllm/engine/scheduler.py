@@ -40,10 +40,11 @@ class Scheduled:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step. `admitted` sequences are new to their row."""
+    """One step. `admitted` sequences are new to their row; `shares_blocks`: some running sequences do."""
 
     items: list[Scheduled]
     admitted: list[Sequence]
+    shares_blocks: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -114,7 +115,8 @@ class Scheduler:
                 items.append(self._take(seq, min(seq.num_uncomputed_tokens, budget)))
                 budget -= items[-1].num_tokens
         # Whoever was just preempted must not be back in the same step.
-        batch = Batch(items, [] if num_preempted else self._admit(budget, items))
+        admitted = [] if num_preempted else self._admit(budget, items)
+        batch = Batch(items, admitted, self.block_manager.num_shared_blocks > 0)
         if items:
             self.counters.steps += 1
             self.counters.computed_tokens += batch.num_tokens

@@ -5,6 +5,7 @@ parameters of running sequences in `RowState` and receive only changes.
 """
 
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,8 @@ import torch
 from nanovllm.engine.logit_edits import LogitEdits, build_logit_edits
 from nanovllm.engine.scheduler import Batch
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.shared_prefix import SharedPrefixFinder
+from nanovllm.kernels.shared_prefixes import SharedPrefixes
 from nanovllm.layers.sampler import Filters
 
 ON_DEVICE = -1  # in `token_ids`: the row's last sampled token, which is on the device already
@@ -32,6 +35,7 @@ class StepInput:
     any_filtered: bool = False  # some sampling row has top_k, top_p or min_p
     edits: LogitEdits | None = None  # what changes logits before the draw
     num_logprobs: int = -1  # most likely tokens to report with each drawn one; -1: report nothing
+    shared: SharedPrefixes[np.ndarray] | None = None  # what the leading decodes share, if reading it once pays
 
     @property
     def is_plain(self) -> bool:
@@ -53,8 +57,11 @@ class StepInput:
 class StepBuilder:
     """Turns batches into `StepInput`s; remembers what the device knows of each row."""
 
-    def __init__(self, max_num_seqs: int, eos_token_ids: frozenset[int]):
+    def __init__(
+        self, max_num_seqs: int, eos_token_ids: frozenset[int], shared_prefixes: SharedPrefixFinder | None = None
+    ):
         self._eos_token_ids = eos_token_ids
+        self._shared_prefixes = shared_prefixes
         self._num_sent_blocks = [0] * max_num_seqs  # columns of the row's block table
         self._last_sampled = [-1] * max_num_seqs  # position of the row's last token, -1 when it sampled none yet
 
@@ -71,8 +78,15 @@ class StepBuilder:
             samples=np.array([item.samples for item in items], dtype=np.int32),
             table_changes=self._table_changes(batch),
             row_params=np.array([_row_params(seq) for seq in batch.admitted], dtype=np.int32).reshape(-1, 7).T,
+            shared=self._shared(batch),
             **self._sampling(batch),
         )
+
+    def _shared(self, batch: Batch) -> SharedPrefixes[np.ndarray] | None:
+        if self._shared_prefixes is None or not batch.shares_blocks:
+            return None
+        decodes = list(takewhile(lambda item: item.num_tokens == 1, batch.items))
+        return self._shared_prefixes.find(decodes)
 
     def _sampling(self, batch: Batch) -> dict[str, Any]:
         """The fields that plain requests leave at their defaults."""

@@ -15,12 +15,13 @@ MERGE_ELEMENTS = 2048  # of partial outputs that a merging program loads at a ti
 
 @triton.jit
 def _merge(
-    out, partial, lse, splits,
+    out, partial, lse, first, splits, shared_first, shared,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     PADDED_GROUP: tl.constexpr, ROWS: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Merge the splits of one sequence and KV head by their log-sums; the pointers are at its first split and head.
+    """Merge the parts of one sequence and KV head by their log-sums; `partial` and `lse` point at its first query head.
 
+    The parts are `splits` of its own from `first` on, and `shared` ones from `shared_first` on.
     A row of the tile is a (split, head of the group) pair and keeps a maximum of its own, so that no load waits for
     a result; the rows of a head come together at the end. A row that met no split stays at LOWEST, which is finite.
     """
@@ -31,10 +32,11 @@ def _merge(
     best = tl.full([ROWS], LOWEST, tl.float32)
     norm = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
-    for chunk in tl.range(0, splits, SPLITS, num_stages=NUM_STAGES):
+    for chunk in tl.range(0, splits + shared, SPLITS, num_stages=NUM_STAGES):
         split = chunk + row // PADDED_GROUP
-        live = (split < splits) & (row % PADDED_GROUP < GROUP)
-        slot = split * NUM_KV_HEADS * GROUP + row % PADDED_GROUP
+        live = (split < splits + shared) & (row % PADDED_GROUP < GROUP)
+        part = tl.where(split < splits, first + split, shared_first + split - splits)
+        slot = part.to(tl.int64) * (NUM_KV_HEADS * GROUP) + row % PADDED_GROUP
         # Other programs wrote these: no use in the L1 cache.
         sums = tl.load(lse + slot, mask=live, other=LOWEST, cache_modifier=".cg")
         part_mask = live[:, None] & (dims < HEAD_DIM)[None, :]
@@ -63,12 +65,14 @@ def _decode_kernel(
     KV_TOKEN_STRIDE: tl.constexpr, KV_HEAD_STRIDE: tl.constexpr, SCALE_LOG2: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
-    MERGE_GROUP: tl.constexpr, MERGE_ROWS: tl.constexpr, FIELDS: tl.constexpr, WINDOW: tl.constexpr, PDL: tl.constexpr,
+    MERGE_GROUP: tl.constexpr, MERGE_ROWS: tl.constexpr, FIELDS: tl.constexpr, WINDOW: tl.constexpr,
+    SHARED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: one KV head, its GROUP query heads, and one work item (a split of one sequence).
 
     A sequence of one split is written at once. Of several, each leaves its normalised part and the log2 of its
-    exponential sum in the workspace, and the last to arrive merges them: no second launch.
+    exponential sum in the workspace, and the last to arrive merges them: no second launch. Where the pass over shared
+    prefixes has left parts, they are merged in as well.
     """
     if PDL:  # what the launch before this one wrote is read, and anything is written, only after the wait
         tl.extra.cuda.gdc_launch_dependents()
@@ -82,6 +86,10 @@ def _decode_kernel(
     end = tl.load(record + 3)
     first = tl.load(record + 4)
     splits = tl.load(record + 5)
+    shared_first, shared = 0, 0
+    if SHARED:
+        shared_first = tl.load(record + 6)
+        shared = tl.load(record + 7)
     if item >= tl.load(count_ptr):
         return
     if WINDOW:  # an item's first grain holds a visible key, but its first tile need not
@@ -132,7 +140,7 @@ def _decode_kernel(
 
     acc = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]  # zeros for an empty sequence
     out_offsets = (seq.to(tl.int64) * NUM_KV_HEADS * GROUP + head) * HEAD_DIM
-    if splits == 1:
+    if splits + shared == 1:
         tl.store(out_ptr + out_offsets[:, None] + dims[None, :], acc.to(out_ptr.dtype.element_ty), mask=mask)
         return
 
@@ -147,9 +155,8 @@ def _decode_kernel(
         tl.store(arrived_ptr + seq * NUM_KV_HEADS + kv_head, 0)  # ready for the next layer
         _merge(
             out_ptr + (seq.to(tl.int64) * NUM_KV_HEADS + kv_head) * GROUP * HEAD_DIM,
-            partial_ptr + (first.to(tl.int64) * NUM_KV_HEADS + kv_head) * GROUP * HEAD_DIM,
-            lse_ptr + (first * NUM_KV_HEADS + kv_head) * GROUP,
-            splits, NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_D, MERGE_GROUP, MERGE_ROWS, NUM_STAGES,
+            partial_ptr + kv_head * GROUP * HEAD_DIM, lse_ptr + kv_head * GROUP, first, splits, shared_first, shared,
+            NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_D, MERGE_GROUP, MERGE_ROWS, NUM_STAGES,
         )  # fmt: skip
 
 
@@ -171,6 +178,7 @@ def paged_decode(
     plan: DecodePlan,
     out: torch.Tensor | None = None,
     pdl: bool = False,
+    shared: bool = False,
 ) -> torch.Tensor:
     """Attention of one new token per sequence over its context (its plan's window); `plan.update` has seen this batch.
 
@@ -179,6 +187,7 @@ def paged_decode(
     block_tables: [num_rows, max_blocks] int32; columns past a sequence's last block are never read
     out: where to write, contiguous; new by default
     pdl: programmatic dependent launch: overlap the end of the launch before this one
+    shared: `plan.update` was told of shared prefixes, and `shared_parts` has seen to them
     Returns [batch, num_q_heads, head_dim], contiguous, of q's dtype; zeros for a sequence of context length 0.
     """
     batch, num_q_heads, head_dim = q.shape
@@ -220,6 +229,7 @@ def paged_decode(
         MERGE_ROWS=max(MERGE_ELEMENTS // padded_dim, padded_group),
         FIELDS=ITEM_FIELDS,
         WINDOW=plan.window or 0,
+        SHARED=shared,
         PDL=pdl,
         num_warps=num_warps,
         launch_pdl=pdl,

@@ -11,7 +11,11 @@ import torch
 import triton
 import triton.language as tl
 
-ITEM_FIELDS = 8  # int32s of a work item: sequence, table row, first and end key, first item, items, first visible key
+from nanovllm.kernels.shared_prefixes import SharedPrefixes
+
+# int32s of a work item: sequence, table row, first and end key, first item, items, then the first visible key (under a
+# window), or the first of the sequence's shared parts and their number
+ITEM_FIELDS = 8
 PROGRAMS_PER_CORE = 2  # of a wave, a multiprocessor: one reads too slowly, more cut splits whose merging costs more
 SPREAD = 2  # work items a sequence, beyond the one wave, that even out lengths
 
@@ -24,21 +28,26 @@ def _pieces(length, split, GRAIN: tl.constexpr):
 
 
 @triton.jit
-def _hidden(length, WINDOW: tl.constexpr, GRAIN: tl.constexpr):
-    """Keys, a multiple of the grain, that the window of a sequence's last token leaves behind; WINDOW 0: none."""
-    if WINDOW == 0:
-        return 0
+def _hidden(length, hidden_ptr, seq, mask, WINDOW: tl.constexpr, SHARED: tl.constexpr, GRAIN: tl.constexpr):
+    """Leading keys that a sequence's own pass leaves out: the first pass has seen them, or a window hides them.
+
+    Under a window, a multiple of the grain.
+    """
+    if SHARED:
+        return tl.load(hidden_ptr + seq, mask=mask, other=0)
+    elif WINDOW == 0:
+        return length * 0
     else:
         return tl.maximum(length - WINDOW, 0) // GRAIN * GRAIN
 
 
 @triton.jit(
-    do_not_specialize=["batch", "target_items"],
-    do_not_specialize_on_alignment=["rows_ptr", "context_lens_ptr"],
+    do_not_specialize=["batch", "target_items", "first_slot"],
+    do_not_specialize_on_alignment=["rows_ptr", "context_lens_ptr", "hidden_ptr", "bases_ptr", "parts_ptr"],
 )
 def _plan_kernel(
-    items_ptr, count_ptr, rows_ptr, context_lens_ptr, batch, target_items,
-    GRAIN: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr, WINDOW: tl.constexpr,
+    items_ptr, count_ptr, rows_ptr, context_lens_ptr, hidden_ptr, bases_ptr, parts_ptr, batch, target_items, first_slot,
+    GRAIN: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr, WINDOW: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     """One program a sequence: write the sequence's work items; program 0 also their number over the batch.
 
@@ -51,7 +60,7 @@ def _plan_kernel(
     for chunk in range(0, batch, CHUNK):
         index = chunk + lanes
         lengths = tl.load(context_lens_ptr + index, mask=index < batch, other=0)
-        total += lengths - _hidden(lengths, WINDOW, GRAIN)
+        total += lengths - _hidden(lengths, hidden_ptr, index, index < batch, WINDOW, SHARED, GRAIN)
     split = (tl.maximum(tl.cdiv(tl.cdiv(tl.sum(total), target_items), GRAIN), 1) * GRAIN).to(tl.int32)
 
     before = tl.zeros([CHUNK], tl.int32)
@@ -59,7 +68,8 @@ def _plan_kernel(
     for chunk in range(0, batch, CHUNK):
         index = chunk + lanes
         lengths = tl.load(context_lens_ptr + index, mask=index < batch, other=0)
-        _, numbers = _pieces(lengths - _hidden(lengths, WINDOW, GRAIN), split, GRAIN)
+        hidden = _hidden(lengths, hidden_ptr, index, index < batch, WINDOW, SHARED, GRAIN)
+        _, numbers = _pieces(lengths - hidden, split, GRAIN)
         count += tl.where(index < batch, numbers, 0)
         before += tl.where(index < seq, numbers, 0)
     first = tl.sum(before)
@@ -68,20 +78,23 @@ def _plan_kernel(
 
     length = tl.load(context_lens_ptr + seq)
     row = tl.load(rows_ptr + seq)
-    hidden = _hidden(length, WINDOW, GRAIN)
-    piece, splits = _pieces(length - hidden, split, GRAIN)
+    skipped = _hidden(length, hidden_ptr, seq, True, WINDOW, SHARED, GRAIN)
+    piece, splits = _pieces(length - skipped, split, GRAIN)
     for chunk in range(0, splits, CHUNK):
         index = chunk + lanes
         mask = index < splits
         item = items_ptr + (first + index) * FIELDS
         tl.store(item, tl.zeros([CHUNK], tl.int32) + seq, mask=mask)
         tl.store(item + 1, tl.zeros([CHUNK], tl.int32) + row, mask=mask)
-        tl.store(item + 2, hidden + index * piece, mask=mask)
-        tl.store(item + 3, tl.minimum(hidden + (index + 1) * piece, length), mask=mask)
+        tl.store(item + 2, skipped + index * piece, mask=mask)
+        tl.store(item + 3, tl.minimum(skipped + (index + 1) * piece, length), mask=mask)
         tl.store(item + 4, tl.zeros([CHUNK], tl.int32) + first, mask=mask)
         tl.store(item + 5, tl.zeros([CHUNK], tl.int32) + splits, mask=mask)
         if WINDOW:
             tl.store(item + 6, tl.zeros([CHUNK], tl.int32) + tl.maximum(length - WINDOW, 0), mask=mask)
+        if SHARED:
+            tl.store(item + 6, tl.zeros([CHUNK], tl.int32) + first_slot + tl.load(bases_ptr + seq), mask=mask)
+            tl.store(item + 7, tl.zeros([CHUNK], tl.int32) + tl.load(parts_ptr + seq), mask=mask)
 
 
 @dataclass(frozen=True)
@@ -90,8 +103,8 @@ class DecodePlan:
 
     items: torch.Tensor  # [capacity, ITEM_FIELDS] int32
     count: torch.Tensor  # [1] int32, the items in use
-    partial: torch.Tensor  # [capacity, num_q_heads, head_dim] float32, each split's normalised output
-    lse: torch.Tensor  # [capacity, num_q_heads] float32, log2 of each split's exponential sum
+    partial: torch.Tensor  # [capacity and shared parts, num_q_heads, head_dim] float32, each split's normalised output
+    lse: torch.Tensor  # [capacity and shared parts, num_q_heads] float32, log2 of each split's exponential sum
     arrived: torch.Tensor  # [max_batch, num_kv_heads] int32, splits done; zero between launches
     wave: int  # work items that fill the GPU once
     grain: int = 64  # keys; split sizes are multiples of it
@@ -99,21 +112,33 @@ class DecodePlan:
 
     @classmethod
     def create(
-        cls, max_batch: int, num_q_heads: int, num_kv_heads: int, head_dim: int, device: torch.device | str
+        cls,
+        max_batch: int,
+        num_q_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        device: torch.device | str,
+        share: bool = False,
     ) -> "DecodePlan":
-        """Allocate for batches of up to `max_batch` sequences."""
+        """Allocate for batches of up to `max_batch` sequences; `share`: with places for parts of shared prefixes."""
         device = torch.device(device)
         cores = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
         wave = -(-cores * PROGRAMS_PER_CORE // num_kv_heads)
         capacity = wave + (SPREAD + 1) * max_batch
+        slots = capacity + (SharedPrefixes.max_parts(max_batch) if share else 0)
         return cls(
             items=torch.zeros((capacity, ITEM_FIELDS), dtype=torch.int32, device=device),
             count=torch.zeros(1, dtype=torch.int32, device=device),
-            partial=torch.empty((capacity, num_q_heads, head_dim), dtype=torch.float32, device=device),
-            lse=torch.empty((capacity, num_q_heads), dtype=torch.float32, device=device),
+            partial=torch.empty((slots, num_q_heads, head_dim), dtype=torch.float32, device=device),
+            lse=torch.empty((slots, num_q_heads), dtype=torch.float32, device=device),
             arrived=torch.zeros((max_batch, num_kv_heads), dtype=torch.int32, device=device),
             wave=wave,
         )
+
+    @property
+    def capacity(self) -> int:
+        """Work items at most; the parts of shared prefixes follow them in the workspace."""
+        return self.items.shape[0]
 
     def with_window(self, window: int) -> "DecodePlan":
         """For layers that see the last `window` keys only: a work list of its own in the same workspace."""
@@ -123,19 +148,35 @@ class DecodePlan:
         """Bound on a batch's work items: one wave, SPREAD a sequence, and one that each sequence's rounding may add."""
         return self.wave + (SPREAD + 1) * batch
 
-    def update(self, rows: torch.Tensor, context_lens: torch.Tensor) -> None:
-        """Plan a batch on the device: rows of the block tables and context lengths, both [batch] int32."""
+    def max_shared_items(self, batch: int) -> int:
+        """Bound on the work items of the pass over shared prefixes: one wave, and one tile a sequence."""
+        return self.wave + batch
+
+    def update(
+        self, rows: torch.Tensor, context_lens: torch.Tensor, shared: SharedPrefixes[torch.Tensor] | None = None
+    ) -> None:
+        """Plan a batch on the device.
+
+        rows, context_lens: [batch] int32, rows of the block tables and lengths
+        shared: what the pass over shared prefixes sees of this batch, if there is one
+        """
+        assert shared is None or self.window is None
         batch = rows.shape[0]
         _plan_kernel[(batch,)](
             self.items,
             self.count,
             rows,
             context_lens,
+            shared.hidden if shared else rows,
+            shared.bases if shared else rows,
+            shared.parts if shared else rows,
             batch,
             self.max_items(batch) - batch,
+            self.capacity,
             GRAIN=self.grain,
             CHUNK=256,
             FIELDS=ITEM_FIELDS,
             WINDOW=self.window or 0,
+            SHARED=shared is not None,
             num_warps=1,
         )

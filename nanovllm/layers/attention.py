@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from nanovllm.kernels.shared_prefixes import SharedPrefixes
+
 if TYPE_CHECKING:
     from nanovllm.engine.step import Step, StepInput
 
@@ -27,6 +29,8 @@ class AttentionBackend(Protocol):
     name: str
     block_multiple: int  # the block size must be a multiple of it
     graphs: bool  # `plan_decodes` works without the host, so that a CUDA graph can hold it
+    # Where a step's `StepInput.shared` goes before it is planned. None: the backend has no pass over shared prefixes.
+    shared: SharedPrefixes[torch.Tensor] | None
 
     def plan(self, inputs: "StepInput", rows: torch.Tensor, context_lens: torch.Tensor, step: "Step") -> object:
         """Work out, once a step, what all layers need; the result is handed back as `step.plan`.
@@ -38,8 +42,10 @@ class AttentionBackend(Protocol):
         """
         ...
 
-    def plan_decodes(self, rows: torch.Tensor, context_lens: torch.Tensor, block_tables: torch.Tensor) -> object:
-        """The same for a step of decodes that only the device knows."""
+    def plan_decodes(
+        self, rows: torch.Tensor, context_lens: torch.Tensor, block_tables: torch.Tensor, shared: bool
+    ) -> object:
+        """The same for a step of decodes that only the device knows; `shared`: with a pass over shared prefixes."""
         ...
 
     def attend(
@@ -104,6 +110,7 @@ class TorchAttention:
     name = "torch"
     block_multiple = 16
     graphs = False
+    shared: SharedPrefixes[torch.Tensor] | None = None
 
     def __init__(self, windows: Collection[int | None] = (None,)):
         self._windows = windows
@@ -113,7 +120,9 @@ class TorchAttention:
     ) -> dict[int | None, TorchPlan]:
         return {window: _plan(inputs, step, window) for window in self._windows}
 
-    def plan_decodes(self, rows: torch.Tensor, context_lens: torch.Tensor, block_tables: torch.Tensor) -> object:
+    def plan_decodes(
+        self, rows: torch.Tensor, context_lens: torch.Tensor, block_tables: torch.Tensor, shared: bool
+    ) -> object:
         raise NotImplementedError("the torch backend needs lengths on the host")
 
     def attend(

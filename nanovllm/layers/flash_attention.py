@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from nanovllm.kernels.shared_prefixes import SharedPrefixes
+
 if TYPE_CHECKING:
     from nanovllm.engine.step import Step, StepInput
 
@@ -27,6 +29,7 @@ class FlashAttention:
     name = "flash_attn"
     block_multiple = 256
     graphs = True
+    shared: SharedPrefixes[torch.Tensor] | None = None
 
     def __init__(self, dtype: torch.dtype, head_dim: int):
         try:
@@ -52,7 +55,10 @@ class FlashAttention:
         torch.cumsum(context_lens[n:], 0, dtype=torch.int32, out=cu_k[1:])
         return FlashPlan(n, tables, context_lens, step.cu_seqlens[n:] - n, cu_k, int(host_lens[n:].max()))
 
-    def plan_decodes(self, rows: torch.Tensor, context_lens: torch.Tensor, block_tables: torch.Tensor) -> FlashPlan:
+    def plan_decodes(
+        self, rows: torch.Tensor, context_lens: torch.Tensor, block_tables: torch.Tensor, shared: bool
+    ) -> FlashPlan:
+        assert not shared
         return FlashPlan(len(rows), block_tables[rows.long()], context_lens, None, None, 0)
 
     def attend(

@@ -9,6 +9,8 @@ import torch
 from nanovllm.kernels.decode_attention import paged_decode
 from nanovllm.kernels.decode_plan import DecodePlan
 from nanovllm.kernels.prefill_attention import paged_prefill
+from nanovllm.kernels.shared_attention import shared_parts
+from nanovllm.kernels.shared_prefixes import SharedPrefixes
 from nanovllm.layers.ops import OVERLAP_ROWS, has_dependent_launch
 
 if TYPE_CHECKING:
@@ -24,6 +26,7 @@ class TritonPlan:
 
     num_decodes: int
     cu_seqlens: torch.Tensor | None  # [num_prompts + 1] int32, counted from the first prompt's first token
+    shared: SharedPrefixes[torch.Tensor] | None  # of the decodes
 
 
 class TritonAttention:
@@ -41,26 +44,37 @@ class TritonAttention:
         head_dim: int,
         device: torch.device,
         windows: Collection[int | None] = (None,),
+        share: bool = True,
     ):
         self._overlap_launches = has_dependent_launch(device)
-        plan = DecodePlan.create(max_num_seqs, num_q_heads, num_kv_heads, head_dim, device)
+        share = share and None in windows  # a window hides prefixes at different keys for each sequence
+        plan = DecodePlan.create(max_num_seqs, num_q_heads, num_kv_heads, head_dim, device, share)
+        self.shared: SharedPrefixes[torch.Tensor] | None = None
+        if share:
+            self.shared = SharedPrefixes.allocate(max_num_seqs, plan.max_shared_items(max_num_seqs), device)
         self._decode_plans = {window: plan.with_window(window) if window else plan for window in windows}
 
     def plan(self, inputs: "StepInput", rows: torch.Tensor, context_lens: torch.Tensor, step: "Step") -> TritonPlan:
         num_decodes = inputs.num_leading_decodes
+        shared = self.shared if inputs.shared is not None else None
         if num_decodes:
-            self._plan_decodes(rows[:num_decodes], context_lens[:num_decodes])
+            self._plan_decodes(rows[:num_decodes], context_lens[:num_decodes], shared)
         if num_decodes == len(rows):
-            return TritonPlan(num_decodes, None)
-        return TritonPlan(num_decodes, step.cu_seqlens[num_decodes:] - num_decodes)
+            return TritonPlan(num_decodes, None, shared)
+        return TritonPlan(num_decodes, step.cu_seqlens[num_decodes:] - num_decodes, shared)
 
-    def plan_decodes(self, rows: torch.Tensor, context_lens: torch.Tensor, block_tables: torch.Tensor) -> TritonPlan:
-        self._plan_decodes(rows, context_lens)
-        return TritonPlan(len(rows), None)
+    def plan_decodes(
+        self, rows: torch.Tensor, context_lens: torch.Tensor, block_tables: torch.Tensor, shared: bool
+    ) -> TritonPlan:
+        prefixes = self.shared if shared else None
+        self._plan_decodes(rows, context_lens, prefixes)
+        return TritonPlan(len(rows), None, prefixes)
 
-    def _plan_decodes(self, rows: torch.Tensor, context_lens: torch.Tensor) -> None:
-        for plan in self._decode_plans.values():
-            plan.update(rows, context_lens)
+    def _plan_decodes(
+        self, rows: torch.Tensor, context_lens: torch.Tensor, shared: SharedPrefixes[torch.Tensor] | None
+    ) -> None:
+        for window, plan in self._decode_plans.items():
+            plan.update(rows, context_lens, shared if window is None else None)
 
     def attend(
         self,
@@ -71,15 +85,33 @@ class TritonAttention:
         scale: float,
         window: int | None = None,
     ) -> torch.Tensor:
-        plan, decode_plan = step.plan, self._decode_plans[window]
+        plan = step.plan
         assert isinstance(plan, TritonPlan)
         n = plan.num_decodes
         if plan.cu_seqlens is None:
             pdl = self._overlap_launches and n <= OVERLAP_ROWS
-            return paged_decode(q, k_cache, v_cache, step.block_tables, scale, decode_plan, pdl=pdl)
+            return self._decode(q, k_cache, v_cache, step, scale, window, None, pdl)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if n:
-            paged_decode(q[:n], k_cache, v_cache, step.block_tables, scale, decode_plan, out[:n])
+            self._decode(q[:n], k_cache, v_cache, step, scale, window, out[:n], False)
         tables, rows, context_lens = step.block_tables, step.rows[n:], step.context_lens[n:]
         paged_prefill(q[n:], k_cache, v_cache, tables, rows, plan.cu_seqlens, context_lens, scale, out[n:], window)
         return out
+
+    def _decode(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        step: "Step",
+        scale: float,
+        window: int | None,
+        out: torch.Tensor | None,
+        pdl: bool,
+    ) -> torch.Tensor:
+        assert isinstance(step.plan, TritonPlan)
+        decode_plan, shared = self._decode_plans[window], step.plan.shared if window is None else None
+        args = (q, k_cache, v_cache, step.block_tables, scale)
+        if shared is not None:
+            shared_parts(*args, shared, decode_plan, pdl)
+        return paged_decode(*args, decode_plan, out, pdl, shared is not None)

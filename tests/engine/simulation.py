@@ -13,6 +13,7 @@ import numpy as np
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.scheduler import Batch, Scheduler
 from nanovllm.engine.sequence import Sequence, Status
+from nanovllm.engine.shared_prefix import SharedPrefixFinder
 from nanovllm.engine.step import ON_DEVICE, StepBuilder, StepInput
 from nanovllm.sampling_params import SamplingParams
 
@@ -41,10 +42,12 @@ class Device:
         self.tables = np.full((scheduler.max_num_seqs, blocks.num_blocks), -1)
         self.last_tokens = np.full(scheduler.max_num_seqs, -1)
         self.num_tokens_run = 0
+        self.num_shared_steps = 0
 
     def run(self, inputs: StepInput) -> list[int]:
         rows, columns, changed = inputs.table_changes
         self.tables[rows, columns] = changed
+        self._check_shared(inputs)
         token_ids = iter(inputs.token_ids.tolist())
         work = list(zip(inputs.rows, inputs.starts, inputs.lengths, inputs.samples, strict=True))
         for row, start, length, _ in work:
@@ -54,6 +57,31 @@ class Device:
                 self.kv[self.tables[row, position // self.block_size], position % self.block_size] = token
             self.num_tokens_run += length
         return [self._sample(row, start + length) if samples else -1 for row, start, length, samples in work]
+
+    def _check_shared(self, inputs: StepInput) -> None:
+        """Each member of a work item names the item's blocks; its items cover its hidden keys, each exactly once."""
+        shared = inputs.shared
+        if shared is None:
+            return
+        seen: dict[int, list[tuple[int, int, int]]] = {}
+        for row, begin, end, part, first, count in shared.items[: shared.count[0]].tolist():
+            assert 1 <= count <= 4, "more query heads than a tile has rows"
+            blocks = slice(begin // self.block_size, -(-end // self.block_size))
+            for member in shared.members[first : first + count].tolist():
+                assert (self.tables[inputs.rows[member], blocks] == self.tables[row, blocks]).all()
+                seen.setdefault(member, []).append((begin, end, part))
+        places = []
+        for member, hidden in enumerate(shared.hidden.tolist()):
+            runs = sorted(seen.pop(member, []))
+            assert [part for _, _, part in runs] == list(range(shared.parts[member]))
+            assert [begin for begin, _, _ in runs] + [hidden] == [0] + [end for _, end, _ in runs]
+            assert hidden == 0 or hidden <= inputs.starts[member], "a key of its own is left for each"
+            places += range(shared.bases[member], shared.bases[member] + shared.parts[member])
+        assert not seen
+        assert len(set(places)) == len(places)
+        assert max(places) < shared.max_parts(shared.max_batch)
+        assert shared.count[0] <= len(inputs.rows) + shared.max_items - shared.max_batch
+        self.num_shared_steps += 1
 
     def _sample(self, row: int, length: int) -> int:
         blocks = self.tables[row, : -(-length // self.block_size)]
@@ -67,7 +95,8 @@ class Simulation:
     def __init__(self, num_blocks, block_size, max_num_seqs, max_tokens, caching=True, delay=0):
         blocks = BlockManager(num_blocks, block_size, caching)
         self.scheduler = Scheduler(blocks, max_num_seqs, max_tokens, frozenset({EOS}))
-        self.builder = StepBuilder(max_num_seqs, frozenset({EOS}))
+        finder = SharedPrefixFinder(max_num_seqs, max_num_seqs + 3, 16, block_size, 2**40, min_run_saving=1)
+        self.builder = StepBuilder(max_num_seqs, frozenset({EOS}), finder)
         self.device = Device(self.scheduler)
         self.delay = delay
         self.in_flight: list[tuple[Batch, list[int]]] = []

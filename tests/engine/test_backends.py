@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine import shared_prefix
+from nanovllm.layers import triton_attention
 from tests.helpers import VOCAB, random_prompt, reference_greedy, save_random_model, small_config
 
 NUM_TOKENS = 64
@@ -121,6 +123,42 @@ def test_seeded_samples_do_not_depend_on_graphs_overlap_or_batch(model):
     assert all(run == runs[0] for run in runs[1:])
 
 
+def count_shared_passes(monkeypatch):
+    """Let the smallest prefix do; the returned list grows with each launch (or capture) of the pass over prefixes."""
+    monkeypatch.setattr(shared_prefix, "MIN_SAVED_BYTES", 0)
+    launches, launch = [], triton_attention.shared_parts
+    monkeypatch.setattr(triton_attention, "shared_parts", lambda *args: launches.append(len(args[0])) or launch(*args))
+    return launches
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"enforce_eager": True}, {"overlap": False}, {"max_num_batched_tokens": 300}])
+def test_shared_prefixes_are_read_once_and_nothing_changes(model, options, monkeypatch):
+    """Two groups and loners; sequences of a group end at different times."""
+    folder, *_ = model
+    launches = count_shared_passes(monkeypatch)
+    a, b = random_prompt(1000, 1), random_prompt(600, 2)
+    prompts = [[*a, i] for i in range(20)] + [[*b, i, 7] for i in range(5)] + [random_prompt(70, 3), a[:900]]
+    params = [SamplingParams(temperature=0, max_tokens=8 + 3 * i % 40, ignore_eos=True) for i in range(len(prompts))]
+    runs = []
+    for share in (True, False):
+        launches.clear()
+        with LLM(
+            folder,
+            dtype="float32",
+            shared_prefix_attention=share,
+            max_num_seqs=32,
+            num_kvcache_blocks=120,
+            kvcache_block_size=64,
+            **options,
+        ) as llm:
+            runs.append([out["token_ids"] for out in llm.generate(prompts, params, use_tqdm=False)])
+            finder = llm._step_builder._shared_prefixes
+        assert (len(launches) > 0) == share == (finder is not None)
+        assert finder is None or finder.num_found > 0
+    assert runs[0] == runs[1]
+
+
 @pytest.mark.gpu
 def test_memory_that_is_missing_is_named(model):
     folder, *_ = model
@@ -161,6 +199,32 @@ def test_triton_backend_in_the_interpreter(tmp_path):
         generate(llm, prompts, max_tokens=6)  # the same sequence numbers, which the seeds depend on
         assert generate(llm, prompts, temperature=1.0, max_tokens=6) == sampled
     assert all(0 <= token < VOCAB for tokens in sampled for token in tokens)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU runs the kernels natively")
+def test_shared_prefixes_in_the_interpreter(tmp_path, monkeypatch):
+    reference = save_random_model(tmp_path, small_config("qwen3", num_hidden_layers=1))
+    launches = count_shared_passes(monkeypatch)
+    prefix = random_prompt(352, 1)
+    prompts = [[*prefix, i] for i in range(4)] + [random_prompt(20, 2)]
+    with LLM(
+        tmp_path,
+        device="cpu",
+        attention_backend="triton",
+        max_num_seqs=6,
+        max_num_batched_tokens=512,
+        kvcache_block_size=16,
+        num_kvcache_blocks=60,
+    ) as llm:
+        outs = generate(llm, prompts, max_tokens=4)
+    assert outs == [reference_greedy(reference, prompt, 4) for prompt in prompts]
+    assert launches[-1] >= 4
+
+
+def test_shared_prefix_attention_where_there_is_none_is_refused(tmp_path):
+    small_config("qwen3").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="shared_prefix_attention needs attention_backend 'triton', not 'torch'"):
+        LLM(tmp_path, device="cpu", load_format="dummy", shared_prefix_attention=True)
 
 
 def test_backends_that_cannot_be_are_refused(tmp_path, monkeypatch):

@@ -1,0 +1,135 @@
+"""Decode attention in two passes, shared prefixes first, against the plain reference, which knows of no sharing."""
+
+import pytest
+import torch
+
+from nanovllm.engine.scheduler import Scheduled
+from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.shared_prefix import SharedPrefixFinder
+from nanovllm.kernels.decode_attention import paged_decode
+from nanovllm.kernels.decode_plan import DecodePlan
+from nanovllm.kernels.shared_attention import shared_parts
+from nanovllm.kernels.shared_prefixes import SharedPrefixes
+from nanovllm.sampling_params import SamplingParams
+from tests.kernels.test_decode_attention import BF16, DEVICE, compare, make_q
+
+
+def make_tree(groups, own_lens, block_size):
+    """Block tables of sequences that share: `groups` are (first, last + 1, blocks) in nested order.
+
+    Returns (tables, context lengths): each sequence has its groups' blocks, then its own for `own_lens` tokens."""
+    tables = [[] for _ in own_lens]
+    fresh = iter(torch.randperm(10_000).tolist())
+    for first, last, blocks in groups:
+        run = [next(fresh) for _ in range(blocks)]
+        for i in range(first, last):
+            tables[i] = tables[i] + run
+    lens = []
+    for i, own in enumerate(own_lens):
+        lens.append(len(tables[i]) * block_size + own)
+        tables[i] = tables[i] + [next(fresh) for _ in range(-(-own // block_size))]
+    return tables, lens
+
+
+def fill_cache(tables, lens, block_size, num_kv_heads, head_dim, dtype):
+    """NaN in every slot that holds no key, garbage in unused columns; rows of the device's tables in random order."""
+    used = sorted({block for table in tables for block in table})
+    number = dict(zip(used, torch.randperm(len(used) + 3).tolist(), strict=False))
+    cache = torch.full((2, len(used) + 3, block_size, num_kv_heads, head_dim), float("nan"), dtype=dtype, device=DEVICE)
+    rows = torch.randperm(len(tables) + 2)[: len(tables)]
+    device_tables = torch.randint(-(2**31), 2**31 - 1, (len(tables) + 2, max(map(len, tables)) + 2), dtype=torch.int64)
+    for row, table, n in zip(rows.tolist(), tables, lens, strict=True):
+        numbers = torch.tensor([number[block] for block in table])
+        device_tables[row, : len(table)] = numbers
+        for j, block in enumerate(numbers.tolist()):
+            filled = min(n - j * block_size, block_size)
+            missing = cache[:, block, :filled].isnan().any()
+            if missing:
+                cache[:, block, :filled] = torch.randn(2, filled, num_kv_heads, head_dim, device=DEVICE).to(dtype)
+    return cache[0], cache[1], device_tables.to(DEVICE, torch.int32), rows
+
+
+def find(tables, lens, rows, plan, max_batch, group, block_size):
+    """The host's work list, on the device; the threshold is lowered to a single byte."""
+    finder = SharedPrefixFinder(max_batch, plan.max_shared_items(max_batch), group, block_size, 2**40)
+    items = []
+    for i, (table, n, row) in enumerate(zip(tables, lens, rows.tolist(), strict=True)):
+        seq = Sequence(i, [0] * n, SamplingParams(), n + 1, 0)
+        seq.block_table, seq.row = table, row
+        items.append(Scheduled(seq, n - 1, 1, True, 0))
+    found = finder.find(items)
+    assert found is not None
+    assert finder.find(items) is found, "the same batch needs no new list"
+    return found
+
+
+def check(groups, own_lens, num_q_heads, num_kv_heads, head_dim, block_size, dtype, wave=None):
+    tables, lens = make_tree(groups, own_lens, block_size)
+    k, v, device_tables, rows = fill_cache(tables, lens, block_size, num_kv_heads, head_dim, dtype)
+    batch, max_batch = len(lens), len(lens) + 3
+    plan = DecodePlan.create(max_batch, num_q_heads, num_kv_heads, head_dim, DEVICE, share=True)
+    if wave is not None:
+        plan = DecodePlan(**{**vars(plan), "wave": wave})
+    found = find(tables, lens, rows, plan, max_batch, num_q_heads // num_kv_heads, block_size)
+    covered = sum(last - first for first, last, _ in groups if last - first > 1)
+    assert covered == 0 or int(found.hidden.max()) > 0
+    shared = SharedPrefixes(torch.from_numpy(found.packed).to(DEVICE), found.max_batch, found.max_items)
+    for workspace in (plan.partial, plan.lse):
+        workspace.fill_(float("nan"))
+    plan.items.fill_(2**30)
+    device_rows = rows.to(DEVICE, torch.int32)
+    device_lens = torch.tensor(lens, dtype=torch.int32, device=DEVICE)
+    q = make_q(batch, num_q_heads, num_kv_heads, head_dim, dtype)
+    plan.update(device_rows, device_lens, shared)
+    for _ in range(2):  # two layers with one plan
+        shared_parts(q, k, v, device_tables, head_dim**-0.5, shared, plan)
+        out = paged_decode(q, k, v, device_tables, head_dim**-0.5, plan, shared=True)
+        compare(out, q, k, v, device_tables, device_rows, device_lens, head_dim**-0.5)
+    assert not plan.arrived.any()
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16])
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+def test_head_sizes_and_types(dtype, head_dim):
+    check([(0, 5, 33)], [1, 16, 17, 40, 3], 4, 2, head_dim, 16, dtype)
+
+
+@pytest.mark.parametrize(("num_q_heads", "num_kv_heads"), [(2, 2), (3, 1), (7, 1), (10, 2), (17, 1), (70, 1)])
+def test_group_ratios(num_q_heads, num_kv_heads):
+    check([(1, 9, 8)], [7] * 10, num_q_heads, num_kv_heads, 64, 32, torch.float16)
+
+
+@pytest.mark.parametrize("block_size", [16, 48, 64, 256])
+def test_block_sizes(block_size):
+    check([(0, 9, -(-600 // block_size))], [block_size + 1] * 9, 4, 2, 64, block_size, torch.float16)
+
+
+def test_a_tree_of_prefixes_next_to_sequences_that_share_nothing():
+    """Two groups, one of them with a group inside; more members than a tile holds."""
+    groups = [(1, 40, 8), (20, 40, 16), (41, 43, 70), (44, 45, 3)]
+    found = check(groups, [5 + i for i in range(46)], 4, 2, 64, 16, torch.float32)
+    hidden = found.hidden[:46].tolist()
+    assert hidden == [0] + [128] * 19 + [128 + 256] * 20 + [0] + [1120] * 2 + [0] * 3
+
+
+@pytest.mark.parametrize(("wave", "parts"), [(1, 1), (2, 2), (5, 4), (50, 4)])
+def test_long_runs_are_split_as_the_gpu_and_the_workspace_have_room(wave, parts):
+    found = check([(0, 6, 64)], [9] * 6, 2, 1, 64, 16, torch.float32, wave)
+    assert found.parts[:9].tolist() == [parts] * 6 + [0] * 3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+@pytest.mark.parametrize("block_size", [16, 48, 256])
+def test_large(dtype, head_dim, block_size):
+    check(
+        [(0, 200, -(-2048 // block_size)), (0, 90, 8)], [1 + i for i in range(220)], 16, 8, head_dim, block_size, dtype
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("num_q_heads", "num_kv_heads"), [(14, 2), (9, 3), (40, 8), (8, 8), (64, 1)])
+def test_large_group_ratios(num_q_heads, num_kv_heads):
+    check([(0, 60, 8), (60, 64, 20)], [1 + i for i in range(70)], num_q_heads, num_kv_heads, 128, 256, torch.bfloat16)
