@@ -136,11 +136,11 @@ class ModelRunner:
 
     def _run_eagerly(self, inputs: StepInput) -> Drawn:
         input_ids, step, last = self._prepare(inputs)
+        if len(last) != len(input_ids):  # what comes after the last layer's attention only sees rows that sample
+            step = replace(step, wanted=last if len(last) else torch.zeros_like(step.positions[:1]))
         hidden = self.model(input_ids, step)
         if not len(last):
             return torch.empty(0, dtype=torch.int64, device=self.device), None
-        if len(last) != len(hidden):
-            hidden = hidden[last]  # the head only sees rows that sample
         rows = step.rows
         if len(last) != len(rows):
             rows = self._to_device(inputs.rows[inputs.samples.astype(bool)])[0]

@@ -192,4 +192,5 @@ class Step:
     block_tables: torch.Tensor  # [num_rows + 1, max_blocks] int32, indexed by row
     max_seqlen: int  # largest number of tokens of one sequence
     kv_cache: torch.Tensor  # [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim]
+    wanted: torch.Tensor | None = None  # [n] int64, n >= 1, tokens whose hidden states are asked for; None: all
     plan: object = None  # what the attention backend worked out for all layers

@@ -3,8 +3,23 @@
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 LOG2_E = 1.4426950408889634
+
+
+@triton.jit
+def _add_tile(scores, v, acc, row_max, row_sum, SCALE_LOG2: tl.constexpr, PRECISION: tl.constexpr):
+    """One step of the online softmax: scores [rows, keys] and values [keys, dims] into the running output.
+
+    A row's maximum is of raw scores, so that scale and maximum are one multiply-add, and finite from the first tile on.
+    """
+    new_max = tl.maximum(row_max, tl.max(scores, 1))
+    rescale = tl.exp2((row_max - new_max) * SCALE_LOG2)
+    weights = tl.exp2(scores * SCALE_LOG2 - (new_max * SCALE_LOG2)[:, None])
+    row_sum = row_sum * rescale + tl.sum(weights, 1)
+    acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
+    return acc, new_max, row_sum
 
 
 @triton.jit(
@@ -12,12 +27,13 @@ LOG2_E = 1.4426950408889634
     do_not_specialize_on_alignment=["table_ptr", "rows_ptr", "cu_seqlens_ptr", "context_lens_ptr"],
 )
 def _prefill_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, rows_ptr, cu_seqlens_ptr, context_lens_ptr, num_seqs, table_stride,
+    q_ptr, k_ptr, v_ptr, k_tiles, v_tiles, out_ptr, table_ptr, rows_ptr, cu_seqlens_ptr, context_lens_ptr, num_seqs,
+    table_stride,
     Q_TOKEN_STRIDE: tl.constexpr, Q_HEAD_STRIDE: tl.constexpr, KV_BLOCK_STRIDE: tl.constexpr,
     KV_TOKEN_STRIDE: tl.constexpr, KV_HEAD_STRIDE: tl.constexpr, SCALE_LOG2: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr, SEARCH: tl.constexpr,
-    WINDOW: tl.constexpr,
+    WINDOW: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """One program: one KV head and BLOCK_M query rows of one sequence.
 
@@ -25,6 +41,8 @@ def _prefill_kernel(
     no group size wastes rows. The tiles of all sequences are numbered through: sequence i begins at tile
     `cu_seqlens[i] * GROUP // BLOCK_M + i`, which leaves it at least the tiles it needs; a surplus one exits.
     Programs run from the last tile to the first: within a sequence that is the longest first, so the tail is short.
+    With TMA, `k_tiles` and `v_tiles` are descriptors of the cache as [slots, KV heads and dims]: tiles of keys that
+    every row sees come through the copy engine, which needs no registers; the last ones by pointers, as all do without.
     """
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -61,10 +79,23 @@ def _prefill_kernel(
     begin = 0
     if WINDOW:  # from the first tile that the first row sees; a later row may see nothing of it, so no maximum is -inf
         begin = tl.maximum(cached + first_row // GROUP + 1 - WINDOW, 0) // BLOCK_N * BLOCK_N
-    LOWEST: tl.constexpr = -1e30 if WINDOW else float("-inf")
+    LOWEST: tl.constexpr = -1e30 if WINDOW else float("-inf")  # without one, every row sees key 0, in the first tile
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    row_max = tl.full([BLOCK_M], LOWEST, tl.float32)  # of raw scores: scale and maximum are one multiply-add
+    row_max = tl.full([BLOCK_M], LOWEST, tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
+    if TMA:
+        block = tl.load(table + begin // BLOCK_SIZE)
+        for start in tl.range(begin, masked_from, BLOCK_N, num_stages=NUM_STAGES):
+            slot = block * BLOCK_SIZE + start % BLOCK_SIZE
+            block = tl.load(table + tl.minimum(start + BLOCK_N, end - 1) // BLOCK_SIZE)
+            k = k_tiles.load([slot, kv_head * HEAD_DIM])
+            v = v_tiles.load([slot, kv_head * HEAD_DIM])
+            scores = tl.dot(q, k.T, input_precision=PRECISION)
+            if WINDOW:  # noqa: SIM102 - known when compiling
+                if start < end - WINDOW:
+                    scores = tl.where((start + lanes)[None, :] > position[:, None] - WINDOW, scores, float("-inf"))
+            acc, row_max, row_sum = _add_tile(scores, v, acc, row_max, row_sum, SCALE_LOG2, PRECISION)
+        begin = tl.maximum(begin, masked_from)
     if BLOCK_SIZE % BLOCK_N == 0:
         block = tl.load(table + begin // BLOCK_SIZE)
     for start in tl.range(begin, end, BLOCK_N, num_stages=NUM_STAGES):
@@ -91,21 +122,17 @@ def _prefill_kernel(
         if WINDOW:  # noqa: SIM102 - known when compiling
             if start < end - WINDOW:  # the last row, at end - 1, does not see all of the tile
                 scores = tl.where((start + lanes)[None, :] > position[:, None] - WINDOW, scores, float("-inf"))
-        # Finite: without a window, key 0 is in the first tile and every row sees it.
-        new_max = tl.maximum(row_max, tl.max(scores, 1))
-        rescale = tl.exp2((row_max - new_max) * SCALE_LOG2)
-        weights = tl.exp2(scores * SCALE_LOG2 - (new_max * SCALE_LOG2)[:, None])
-        row_sum = row_sum * rescale + tl.sum(weights, 1)
-        row_max = new_max
-        acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
+        acc, row_max, row_sum = _add_tile(scores, v, acc, row_max, row_sum, SCALE_LOG2, PRECISION)
 
     out = acc / row_sum[:, None]
     out_offsets = (global_token * NUM_KV_HEADS * GROUP + head) * HEAD_DIM
     tl.store(out_ptr + out_offsets[:, None] + dims[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def tile_config(head_dim: int, itemsize: int, block_size: int, hopper: bool) -> tuple[int, int, int, int]:
+def tile_config(head_dim: int, itemsize: int, block_size: int, hopper: bool, tma: bool) -> tuple[int, int, int, int]:
     """(query rows, keys, warps, pipeline stages) of a program, as measured on an H200; older cards hold less."""
+    if tma:
+        return (128, 64, 4, 3) if head_dim <= 128 else (128, 64, 8, 2)
     if itemsize == 4:  # exact float32 runs on the FMA units and holds twice the bytes in shared memory
         return (32, 32, 4, 1) if head_dim <= 128 else (16, 16, 4, 1)
     if head_dim <= 64:
@@ -115,6 +142,23 @@ def tile_config(head_dim: int, itemsize: int, block_size: int, hopper: bool) -> 
             return 128, 64, 8, 2
         return 128, 64, 8, 3 if block_size % 64 == 0 else 5  # a gather's table loads take every other stage
     return (128, 64, 8, 2) if hopper else (64, 32, 8, 2)
+
+
+def can_use_tma(cache: torch.Tensor) -> bool:
+    """Whether tiles of keys lie in one block each, and rows as the copy engine wants them."""
+    _, block_size, _, head_dim = cache.shape
+    return (
+        cache.element_size() == 2
+        and cache.is_contiguous()
+        and block_size % 64 == 0
+        and head_dim >= 64
+        and head_dim == triton.next_power_of_2(head_dim)
+    )
+
+
+def _tiles(cache: torch.Tensor, keys: int) -> TensorDescriptor:
+    num_blocks, block_size, num_kv_heads, head_dim = cache.shape
+    return TensorDescriptor.from_tensor(cache.view(num_blocks * block_size, num_kv_heads * head_dim), [keys, head_dim])
 
 
 def paged_prefill(
@@ -128,6 +172,8 @@ def paged_prefill(
     scale: float,
     out: torch.Tensor | None = None,
     window: int | None = None,
+    tma: bool | None = None,
+    config: tuple[int, int, int, int] | None = None,
 ) -> torch.Tensor:
     """Attention of the new tokens of several sequences, each over its whole context, causal.
 
@@ -139,6 +185,8 @@ def paged_prefill(
     context_lens: [num_seqs] int32, cached and new tokens; new token j stands at context_len - q_len + j
     out: where to write, contiguous; new by default
     window: keys that a token sees, itself included; None: all before it
+    tma: fetch keys and values through the copy engine; by default wherever it can (`can_use_tma`)
+    config: `tile_config`'s, for tuning
     Returns [num_tokens, num_q_heads, head_dim], contiguous, of q's dtype.
     """
     num_tokens, num_q_heads, head_dim = q.shape
@@ -147,13 +195,17 @@ def paged_prefill(
     num_seqs = rows.shape[0]
     group = num_q_heads // num_kv_heads
     hopper = q.is_cuda and torch.cuda.get_device_capability(q.device) >= (9, 0)
-    block_m, block_n, num_warps, num_stages = tile_config(head_dim, q.element_size(), block_size, hopper)
+    if tma is None:
+        tma = hopper and can_use_tma(k_cache)
+    block_m, block_n, num_warps, num_stages = config or tile_config(head_dim, q.element_size(), block_size, hopper, tma)
     if out is None:
         out = torch.empty((num_tokens, num_q_heads, head_dim), dtype=q.dtype, device=q.device)
     _prefill_kernel[(num_tokens * group // block_m + num_seqs, num_kv_heads)](
         q,
         k_cache,
         v_cache,
+        _tiles(k_cache, block_n) if tma else k_cache,
+        _tiles(v_cache, block_n) if tma else v_cache,
         out,
         block_tables,
         rows,
@@ -178,6 +230,7 @@ def paged_prefill(
         NUM_STAGES=num_stages,
         SEARCH=256,
         WINDOW=window or 0,
+        TMA=tma,
         num_warps=num_warps,
     )
     return out

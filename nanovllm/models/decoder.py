@@ -102,7 +102,8 @@ class Attention(nn.Module):
         self._cos_sin = cos_sin
         self._build = build
 
-    def forward(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, step: Step, wanted: torch.Tensor | None) -> torch.Tensor:
+        """Of all tokens, or of those `wanted`; keys and values are written of all."""
         k_cache, v_cache = step.kv_cache[self.layer]
         q = self._build.ops.norm_rope_store(
             self.qkv_proj(x),
@@ -117,7 +118,8 @@ class Attention(nn.Module):
             self.num_q_heads,
         )
         out = self._build.attention.attend(q, k_cache, v_cache, step, self.scale)
-        return self.o_proj.parts_of(out.flatten(1))
+        out = out.flatten(1)
+        return self.o_proj.parts_of(out if wanted is None else out[wanted])
 
 
 class MLP(nn.Module):
@@ -142,13 +144,19 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(*norm)
         self.mlp = MLP(spec, build)
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor | None, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
-        """`x` is the last sublayer's output, not yet added to `residual` (None in the first layer)."""
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None, step: Step, wanted: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`x` is the last sublayer's output, not yet added to `residual` (None in the first layer).
+
+        Both are of all tokens; of those `wanted`, if given, in what is returned.
+        """
         if residual is None:
             x, residual = self.input_layernorm(x), x
         else:
             x, residual = self.input_layernorm.add(x, residual)
-        x = self.self_attn(x, step)
+        x = self.self_attn(x, step, wanted)
+        residual = residual if wanted is None else residual[wanted]
         x, residual = self.post_attention_layernorm.add(x, residual)
         return self.mlp(x), residual
 
@@ -165,14 +173,16 @@ class DecoderModel(nn.Module):
     def forward(self, input_ids: torch.Tensor, step: Step) -> torch.Tensor:
         x = self.embed_tokens(input_ids)
         residual: torch.Tensor | None = None
-        for layer in self.layers:
+        for layer in self.layers[:-1]:
             x, residual = layer(x, residual, step)
+        # Nothing attends to what comes after the last layer's keys and values.
+        x, residual = self.layers[-1](x, residual, step, step.wanted)
         assert residual is not None
         return self.norm.add(x, residual)[0]
 
 
 class DecoderForCausalLM(nn.Module):
-    """Token ids [T] to hidden states [T, hidden_size], and chosen hidden states to logits."""
+    """Token ids [T] to hidden states [T, hidden_size] (or of the tokens `step.wanted`), and those to logits."""
 
     def __init__(self, spec: DecoderSpec, build: Build):
         super().__init__()

@@ -30,7 +30,7 @@ def make_cache(context_lens, block_size, num_kv_heads, head_dim, dtype):
     return cache[0], cache[1], tables.to(DEVICE, torch.int32), rows.to(DEVICE, torch.int32)
 
 
-def check(q_lens, cached, num_q_heads, num_kv_heads, head_dim, block_size, dtype, window=None):
+def check(q_lens, cached, num_q_heads, num_kv_heads, head_dim, block_size, dtype, window=None, tma=None):
     context_lens = [a + b for a, b in zip(q_lens, cached, strict=True)]
     k, v, tables, rows = make_cache(context_lens, block_size, num_kv_heads, head_dim, dtype)
     fused = torch.randn((sum(q_lens), num_q_heads + 2 * num_kv_heads, head_dim), device=DEVICE).to(dtype)
@@ -39,7 +39,7 @@ def check(q_lens, cached, num_q_heads, num_kv_heads, head_dim, block_size, dtype
     lens = torch.tensor(context_lens, dtype=torch.int32, device=DEVICE)
     args = (k, v, tables, rows, cu, lens, head_dim**-0.5)
     out = torch.full(q.shape, float("nan"), dtype=dtype, device=DEVICE)
-    paged_prefill(q, *args, out=out, window=window)
+    paged_prefill(q, *args, out=out, window=window, tma=tma)
     wide = torch.float64 if dtype == torch.float32 else torch.float32
     expected = paged_prefill_reference(q.to(wide), k, v, *args[2:], window=window)
     assert out.dtype == dtype
@@ -93,6 +93,13 @@ def test_the_reference_with_a_window_is_attention_over_the_last_keys_alone():
         blocks = tables[rows[0], seen // 16].long()
         weights = (q[i] @ k[blocks, seen % 16, 0].T * 0.1).softmax(-1)
         torch.testing.assert_close(out[i], weights @ v[blocks, seen % 16, 0])
+
+
+@pytest.mark.parametrize("window", [None, 1, 64, 130])
+@pytest.mark.parametrize(("head_dim", "block_size"), [(64, 64), (128, 128), (256, 64)])
+def test_copy_engine(head_dim, block_size, window):
+    """Prompts and chunks whose tiles of keys are all visible, partly visible and cut by a window."""
+    check([1, 200, 16, 64, 63], [300, 0, 129, 64, 1], 3, 1, head_dim, block_size, torch.float16, window, tma=True)
 
 
 def test_first_token_alone():
