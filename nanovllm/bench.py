@@ -53,13 +53,13 @@ def mixed_workload(args: argparse.Namespace, repeat: int) -> list[Request]:
 
 
 def uniform_workload(args: argparse.Namespace, repeat: int) -> list[Request]:
-    """`num_requests` of `input_len` tokens, the first `prefix_len` of them common to all, and `output_len` out."""
+    """`num_requests` of `input_len` tokens and `output_len` out; the first `prefix_len` come from one of `groups`."""
     rng = random.Random(repeat)
-    prefix = [rng.randint(0, TOKEN_RANGE) for _ in range(args.prefix_len)]
+    prefixes = [[rng.randint(0, TOKEN_RANGE) for _ in range(args.prefix_len)] for _ in range(args.groups)]
     own = args.input_len - args.prefix_len
     return [
-        Request(prefix + [rng.randint(0, TOKEN_RANGE) for _ in range(own)], args.output_len)
-        for _ in range(args.num_requests)
+        Request(prefixes[i % args.groups] + [rng.randint(0, TOKEN_RANGE) for _ in range(own)], args.output_len)
+        for i in range(args.num_requests)
     ]
 
 
@@ -116,15 +116,16 @@ def decode_kv_bytes(requests: list[Request], bytes_per_token: int) -> int:
     return sum(sum(range(len(r.prompt) + 1, len(r.prompt) + r.output_len)) * bytes_per_token for r in requests)
 
 
-def run_engine(llm: LLM, requests: list[Request], temperature: float) -> float:
-    """Seconds that `generate` takes."""
-    params = [SamplingParams(temperature=temperature, ignore_eos=True, max_tokens=r.output_len) for r in requests]
+def run_engine(llm: LLM, requests: list[Request], temperature: float, n: int = 1) -> float:
+    """Seconds that `generate` takes for `n` completions of each."""
+    params = [SamplingParams(temperature=temperature, ignore_eos=True, max_tokens=r.output_len, n=n) for r in requests]
     start = time.perf_counter()
     outs = llm.generate([r.prompt for r in requests], params, use_tqdm=False)
     elapsed = time.perf_counter() - start
     for out, request in zip(outs, requests, strict=True):
-        if len(out["token_ids"]) != request.output_len:
-            raise RuntimeError(f"asked for {request.output_len} tokens, got {len(out['token_ids'])}")
+        lengths = [len(completion["token_ids"]) for completion in out.get("completions", [out])]
+        if lengths != [request.output_len] * n:
+            raise RuntimeError(f"asked for {n} times {request.output_len} tokens, got {lengths}")
     return elapsed
 
 
@@ -166,6 +167,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     which.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b", help="dummy weights of this size")
     for name in ("num-requests", "input-len", "output-len", "prefix-len"):
         parser.add_argument(f"--{name}", type=int, help="instead of the workload's own")
+    parser.add_argument("--groups", type=int, default=1, help="different prefixes (of prefix-len tokens)")
+    parser.add_argument("--n", type=int, default=1, help="completions of each prompt")
     parser.add_argument("--temperature", type=float, default=0.6)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--compare-transformers", action="store_true", help="time transformers' generate as well")
@@ -183,8 +186,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     for name, value in WORKLOADS[args.workload][1].items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    if args.compare_transformers and (args.workload == "bench" or args.temperature != 0 or not args.model):
-        parser.error("--compare-transformers needs --model, --temperature 0 and a workload of equal lengths")
+    unequal = args.workload == "bench" or args.n > 1
+    if args.compare_transformers and (unequal or args.temperature != 0 or not args.model):
+        parser.error("--compare-transformers needs --model, --temperature 0, n 1 and a workload of equal lengths")
     return args
 
 
@@ -231,7 +235,7 @@ def measure(
         model = load_transformers(path, runner.kv_cache.dtype, runner.device)
         run_transformers(model, [Request(batches[0][0].prompt, 2)])
     for requests in batches:
-        times.append(run_engine(llm, requests, args.temperature))
+        times.append(run_engine(llm, requests, args.temperature, args.n))
         if model is not None:
             theirs.append(run_transformers(model, requests))
     return times, theirs
@@ -246,9 +250,9 @@ def report(args: argparse.Namespace, llm: LLM, path: str, start_s: float) -> dic
     times, theirs = measure(args, llm, path, batches)
     elapsed = statistics.median(times)
     prompt_tokens = sum(len(r.prompt) for r in batches[0])
-    output_tokens = sum(r.output_len for r in batches[0])
+    output_tokens = args.n * sum(r.output_len for r in batches[0])
     rate = copy_rate(device)
-    kv_bytes = decode_kv_bytes(batches[0], kv_bytes_per_block(spec, dtype, 1))
+    kv_bytes = args.n * decode_kv_bytes(batches[0], kv_bytes_per_block(spec, dtype, 1))
     result: dict[str, Any] = {
         "workload": args.workload,
         "model": args.model or args.shape,

@@ -26,6 +26,12 @@ def test_shared_workload_shares_its_prefix_and_repeats_are_fresh():
     assert fresh[0].prompt[:2048] != requests[0].prompt[:2048]
 
 
+def test_groups_of_prefixes():
+    requests = uniform_workload(parse_args(["--workload", "shared", "--groups", "8"]), 0)
+    assert len({tuple(r.prompt[:2048]) for r in requests}) == 8
+    assert requests[3].prompt[:2048] == requests[11].prompt[:2048]
+
+
 def test_kv_floor_counts_what_each_decode_reads():
     """3 prompt tokens and 4 out: the first comes from prefill, the others attend to 4, 5 and 6 tokens."""
     assert decode_kv_bytes([Request([1, 2, 3], 4)], 10) == 150
@@ -35,10 +41,13 @@ def test_kv_floor_counts_what_each_decode_reads():
 def test_bench_runs_and_ends_with_json(tmp_path, capsys):
     save_random_model(tmp_path, small_config("qwen3", vocab_size=10_001))
     options = ["--workload", "latency", "--num-requests", "2", "--input-len", "9", "--output-len", "5"]
-    main(["--model", str(tmp_path), "--device", "cpu", "--temperature", "0", "--compare-transformers", *options])
+    options += ["--model", str(tmp_path), "--device", "cpu"]
+    main(["--temperature", "0", "--compare-transformers", *options])
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["prompt_tokens"] == 18
     assert result["output_tokens"] == 10
     assert len(result["seconds"]) == len(result["transformers_seconds"]) == 3
     assert result["times_transformers"] > 0
     assert result["attention_backend"] == "torch"
+    main(["--n", "3", "--repeats", "1", *options])
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["output_tokens"] == 30
