@@ -1,5 +1,6 @@
 """Small random models, and ways to look inside an engine."""
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -7,10 +8,12 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen3Config
 
+import nanovllm
 from nanovllm.engine.step import StepInput
 
 CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+LIBRARY = str(Path(nanovllm.__file__).parent)
 VOCAB = 199  # prime, so that no padding to a round size hides
 
 
@@ -115,3 +118,30 @@ def save_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     tokenizer = byte_tokenizer()
     tokenizer.save_pretrained(folder)
     return tokenizer
+
+
+class Interrupter:
+    """Raises `error` at the `at`-th line of the library that a call executes; counts all when `at` is never reached."""
+
+    def __init__(self, at: int, error: type[BaseException] = KeyboardInterrupt):
+        self.at = at
+        self.error = error
+        self.count = 0
+        self.where = ""  # the line where it raised
+
+    def __call__(self, frame, event, arg):
+        if not frame.f_code.co_filename.startswith(LIBRARY):
+            return None
+        if event == "line":
+            self.count += 1
+            if self.count == self.at:
+                self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+                raise self.error
+        return self
+
+    def run(self, call):
+        sys.settrace(self)
+        try:
+            return call()
+        finally:
+            sys.settrace(None)

@@ -1,5 +1,6 @@
 """The engine: requests in, completions out."""
 
+import os
 import threading
 import time
 from collections import deque
@@ -15,7 +16,7 @@ from nanovllm.config import Config
 from nanovllm.engine.build import build_engine_parts
 from nanovllm.engine.inputs import InputProcessor, Prompt, params_list, prompt_list
 from nanovllm.engine.model_runner import StepResult
-from nanovllm.engine.request import Output, Request, StreamOutput, make_request
+from nanovllm.engine.request import Output, Request, StreamOutput, make_request, stop_checker
 from nanovllm.engine.scheduler import Batch
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.sampling_params import SamplingParams
@@ -50,9 +51,11 @@ class LLMEngine:
         self._in_flight: deque[tuple[Batch, StepResult]] = deque()
         self._next_seq_id = 0
         self._requests: dict[int, Request] = {}  # unfinished ones, by each of their sequences' ids
-        self._finished: list[Request] = []  # not yet taken by whoever asked for them
+        self._finished: list[Request] = []  # of `add_request`, not yet reported by `step`
         self._seconds = 0.0  # spent in steps
         self._lock = threading.RLock()
+        self._pid = os.getpid()
+        self._broken = False  # something broke off that left sequences and pool in disagreement
         self._closed = False
 
     # ---- requests ------------------------------------------------------------------------------------------
@@ -72,7 +75,13 @@ class LLMEngine:
         """
         with self._open():
             ids = self._inputs.token_ids(prompt, "request")
-            return self._enqueue(ids, self._inputs.params(sampling_params, "request")).request_id
+            requests: list[Request] = []
+            try:
+                self._enqueue(ids, self._inputs.params(sampling_params, "request"), requests, by_step=True)
+                return requests[0].request_id
+            except BaseException:
+                self._give_up(requests)  # its id never reached the caller
+                raise
 
     def step(self) -> tuple[list[tuple[int, list[int]]], int]:
         """Run one step.
@@ -83,14 +92,17 @@ class LLMEngine:
         """
         with self._open():
             batch = self._step()
-            finished = self._take_finished()
-            return [(r.request_id, r.sequences[0].completion_token_ids) for r in finished], batch.num_tokens
+            outs = [(request.request_id, request.sequences[0].completion_token_ids) for request in self._finished]
+            self._finished.clear()  # last: what breaks off before this is reported by the next step
+            return outs, batch.num_tokens
 
     def step_outputs(self) -> list[tuple[int, Output]]:
         """Run one step; (seq_id, output as from `generate`) of each request that it finished."""
         with self._open():
             self._step()
-            return [(request.request_id, request.output()) for request in self._take_finished()]
+            outs = [(request.request_id, request.output()) for request in self._finished]
+            self._finished.clear()
+            return outs
 
     def is_finished(self) -> bool:
         """True when no request is left to run or to be reported by `step`."""
@@ -147,8 +159,9 @@ class LLMEngine:
             use_tqdm: show a progress bar.
 
         Returns:
-            One dict a prompt, in order: `text` (None without a tokenizer), `token_ids`, `finish_reason` ("stop" or
-            "length"), `stop_reason` (the stop string or stop token id that ended it), `prompt_token_ids`,
+            One dict a prompt, in order: `text` (None without a tokenizer), `token_ids`, `finish_reason` ("stop",
+            "length", or "error" where the tokenizer failed at this completion), `stop_reason` (the stop string or
+            stop token id that ended it, or what failed), `prompt_token_ids`,
             `num_cached_tokens` (prompt tokens found in the prefix cache), `metrics` (seconds: `queue_time`,
             `time_to_first_token`, `time_per_output_token`), `logprobs` where asked for (a dict a token: id to
             `logprob` and `token`), and for `n` > 1 `completions`, a list of dicts of which the first is repeated above.
@@ -163,8 +176,7 @@ class LLMEngine:
             self._run(requests, use_tqdm)
             return [request.output() for request in requests]
         except BaseException:
-            with self._open():
-                self._abort(requests)  # nothing of this call may be answered in the next
+            self._give_up(requests)  # nothing of this call may be answered in the next
             raise
 
     def stream(
@@ -213,7 +225,12 @@ class LLMEngine:
     # ---- lifecycle -----------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Give back the memory. Further use is an error; closing again is not."""
+        """Give back the memory. Further use is an error; closing again is not.
+
+        In a forked child this does nothing: everything belongs to the parent.
+        """
+        if os.getpid() != self._pid:
+            return
         with self._lock:
             if self._closed:
                 return
@@ -227,7 +244,8 @@ class LLMEngine:
                 torch.cuda.empty_cache()
 
     def __enter__(self) -> "LLMEngine":
-        return self
+        with self._open():
+            return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
@@ -235,9 +253,16 @@ class LLMEngine:
     @contextmanager
     def _open(self) -> Iterator[None]:
         """Hold the engine for this thread. Threads take turns by steps, so several may generate at the same time."""
+        if os.getpid() != self._pid:  # before the lock, which another thread may have held during the fork
+            raise RuntimeError(
+                f"this LLM belongs to process {self._pid} and cannot be used in a process forked from it "
+                f"({os.getpid()}): make an LLM there, or start the process with multiprocessing's 'spawn' method"
+            )
         with self._lock:
             if self._closed:
                 raise RuntimeError("this LLM has been closed")
+            if self._broken:
+                self._recover()
             yield
 
     # ---- inside --------------------------------------------------------------------------------------------
@@ -256,59 +281,59 @@ class LLMEngine:
         """Queue all; `requests` grows with each, so that the caller knows them whenever this is interrupted."""
         with self._open():
             for ids, params in checked:
-                self._enqueue(ids, params, requests)
+                self._enqueue(ids, params, requests, by_step=False)
 
-    def _enqueue(self, ids: list[int], params: SamplingParams, requests: list[Request] | None = None) -> Request:
+    def _enqueue(self, ids: list[int], params: SamplingParams, requests: list[Request], by_step: bool) -> None:
         first_id = self._next_seq_id
         self._next_seq_id += params.n
         request = make_request(first_id, ids, params, self._inputs.max_len, self.config.seed, self.tokenizer)
-        if requests is not None:
-            requests.append(request)
+        request.by_step = by_step
+        requests.append(request)
         for seq in request.sequences:
             self._requests[seq.seq_id] = request
             self.scheduler.add(seq)
-        return request
 
     def _step(self) -> Batch:
         """Launch the next step, then take in the tokens of the oldest one in flight, if it is its turn.
 
-        Requests that this finishes wait in `_finished` until whoever asked for them takes them.
+        Whatever breaks off in here is mended by the next use of the engine.
         """
         began = time.perf_counter()
-        try:
-            batch = self.scheduler.schedule()
-            if batch.items:
-                self._in_flight.append((batch, self.model_runner.launch(self._step_builder.build(batch))))
-            assert self._in_flight or self.scheduler.is_finished(), "no step can run and none is running"
-            if self._in_flight and (not batch.items or len(self._in_flight) > self._max_in_flight):
-                done, result = self._in_flight.popleft()
-                self._retire(self.scheduler.postprocess(done, result.token_ids(), result.logprobs()))
-            if self.scheduler.is_finished():
-                self._in_flight.clear()  # rows that ran on after an end-of-sequence token: nobody asks for the results
-            self._seconds += time.perf_counter() - began
-            return batch
-        except BaseException:
-            self._recover()
-            raise
+        self._broken = True
+        batch = self.scheduler.schedule()
+        if batch.items:
+            self._in_flight.append((batch, self.model_runner.launch(self._step_builder.build(batch))))
+        assert self._in_flight or self.scheduler.is_finished(), "no step can run and none is running"
+        if self._in_flight and (not batch.items or len(self._in_flight) > self._max_in_flight):
+            done, result = self._in_flight.popleft()
+            self._retire(self.scheduler.postprocess(done, result.token_ids(), result.logprobs()))
+        if self.scheduler.is_finished():
+            self._in_flight.clear()  # rows that ran on after an end-of-sequence token: nobody asks for the results
+        self._seconds += time.perf_counter() - began
+        self._broken = False
+        return batch
 
     def _retire(self, ended: Seq[Sequence]) -> None:
         """Forget ended sequences; requests of which none is left are finished."""
         for seq in ended:
             request = self._requests[seq.seq_id]
-            if request.finished and request not in self._finished:
+            if request.by_step and request.finished and request not in self._finished:
                 self._finished.append(request)
             del self._requests[seq.seq_id]
 
-    def _take_finished(self) -> list[Request]:
-        finished, self._finished = self._finished, []
-        return finished
-
     def _recover(self) -> None:
-        """After a step that broke off anywhere: all unfinished sequences wait again, with the tokens they have."""
+        """After anything that broke off: all unfinished sequences wait again, with the tokens they have.
+
+        A recovery that breaks off itself is done again from the start.
+        """
         self._in_flight.clear()
         sequences = [self._sequence(seq_id) for seq_id in self._requests]
+        unfinished = [seq for seq in sequences if seq.status is not Status.FINISHED]
+        self.scheduler.reset(unfinished)
+        for seq in unfinished:
+            self.scheduler.settle(seq, stop_checker(self.tokenizer, seq.params))
         self._retire([seq for seq in sequences if seq.status is Status.FINISHED])
-        self.scheduler.reset([seq for seq in sequences if seq.status is not Status.FINISHED])
+        self._broken = False
 
     def _sequence(self, seq_id: int) -> Sequence:
         request = self._requests[seq_id]
@@ -325,13 +350,9 @@ class LLMEngine:
                 left = still_left
 
     def _step_for(self, requests: list[Request]) -> Batch:
-        """One step, unless another thread's steps finished all of `requests`; takes them out of `_finished`."""
+        """One step, unless another thread's steps finished all of `requests`."""
         with self._open():
-            batch = Batch([], []) if all(request.finished for request in requests) else self._step()
-            if self._finished:
-                mine = {request.request_id for request in requests}
-                self._finished = [request for request in self._finished if request.request_id not in mine]
-            return batch
+            return Batch([], []) if all(request.finished for request in requests) else self._step()
 
     def _stream(self, checked: list[tuple[list[int], SamplingParams]]) -> Iterator[StreamOutput]:
         requests: list[Request] = []
@@ -342,18 +363,32 @@ class LLMEngine:
                 for index, request in enumerate(requests):
                     yield from request.increments(index)
         finally:
-            with self._lock:
-                if not self._closed:
-                    self._abort(requests)
+            self._give_up(requests)
+
+    def _give_up(self, requests: list[Request]) -> None:
+        """Abort these, come what may: an impatient second Ctrl-C only makes this start over."""
+        if os.getpid() != self._pid:
+            return  # a generator that a fork copied is closed there, too
+        while True:
+            try:
+                with self._lock:
+                    if not self._closed:
+                        with self._open():
+                            self._abort(requests)
+                return
+            except KeyboardInterrupt:
+                continue
 
     def _abort(self, requests: list[Request]) -> None:
         """End what is unfinished of these requests and forget them all."""
+        self._broken = True
         for request in requests:
             for seq in request.sequences:
                 if seq.status is not Status.FINISHED:
                     self.scheduler.finish(seq, "abort")
                 self._requests.pop(seq.seq_id, None)
         self._finished = [request for request in self._finished if request not in requests]
+        self._broken = False
 
 
 def _template_kwargs(kwargs: Any) -> dict[str, Any]:

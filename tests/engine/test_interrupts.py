@@ -5,44 +5,16 @@ one of them. CI takes a sample of the lines; NANOVLLM_ALL_INTERRUPTS=1 takes eve
 """
 
 import os
-import sys
-from pathlib import Path
 
 import pytest
 
-import nanovllm
 from nanovllm import LLM, SamplingParams
-from tests.helpers import save_random_model, small_config
+from tests.helpers import Interrupter, save_random_model, small_config
 
-ENGINE = str(Path(nanovllm.__file__).parent / "engine")
 SAMPLE = 40
 PROMPTS = [[1, 2, 3], [4] * 20, [5, 6]]
 PARAMS = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 OTHER = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
-
-
-class Interrupter:
-    """Raises at the `at`-th executed line of the engine; counts all when `at` is never reached."""
-
-    def __init__(self, at: int):
-        self.at = at
-        self.count = 0
-
-    def __call__(self, frame, event, arg):
-        if not frame.f_code.co_filename.startswith(ENGINE):
-            return None
-        if event == "line":
-            self.count += 1
-            if self.count == self.at:
-                raise KeyboardInterrupt
-        return self
-
-    def run(self, call):
-        sys.settrace(self)
-        try:
-            return call()
-        finally:
-            sys.settrace(None)
 
 
 @pytest.fixture(scope="module")
