@@ -1,5 +1,6 @@
 """Small random models, and ways to look inside an engine."""
 
+import linecache
 import sys
 from pathlib import Path
 
@@ -121,22 +122,27 @@ def save_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
 
 
 class Interrupter:
-    """Raises `error` at the `at`-th line of the library that a call executes; counts all when `at` is never reached."""
+    """Raises `error` at the `at`-th line of the library that a call executes; counts all when `at` is never reached.
 
-    def __init__(self, at: int, error: type[BaseException] = KeyboardInterrupt):
-        self.at = at
-        self.error = error
+    With `again_after`, raises again so many lines later.
+    """
+
+    def __init__(self, at: int, error: type[BaseException] = KeyboardInterrupt, again_after: int | None = None):
+        self._lines = {at} if again_after is None else {at, at + again_after}
+        self._error = error
         self.count = 0
-        self.where = ""  # the line where it raised
+        self.where = self.source = ""  # the last line at which it raised
 
     def __call__(self, frame, event, arg):
-        if not frame.f_code.co_filename.startswith(LIBRARY):
+        file = frame.f_code.co_filename
+        if not file.startswith(LIBRARY):
             return None
         if event == "line":
             self.count += 1
-            if self.count == self.at:
-                self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-                raise self.error
+            if self.count in self._lines:
+                self.where = f"{Path(file).name}:{frame.f_lineno}"
+                self.source = linecache.getline(file, frame.f_lineno).strip()
+                raise self._error
         return self
 
     def run(self, call):

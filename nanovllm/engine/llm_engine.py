@@ -73,15 +73,15 @@ class LLMEngine:
         Raises:
             TypeError, ValueError: a prompt or parameters that can never run.
         """
-        with self._open():
-            ids = self._inputs.token_ids(prompt, "request")
-            requests: list[Request] = []
-            try:
+        requests: list[Request] = []
+        try:
+            with self._open():
+                ids = self._inputs.token_ids(prompt, "request")
                 self._enqueue(ids, self._inputs.params(sampling_params, "request"), requests, by_step=True)
-                return requests[0].request_id
-            except BaseException:
-                self._give_up(requests)  # its id never reached the caller
-                raise
+            return requests[0].request_id
+        except BaseException:
+            self._give_up(requests)  # its id never reached the caller
+            raise
 
     def step(self) -> tuple[list[tuple[int, list[int]]], int]:
         """Run one step.
