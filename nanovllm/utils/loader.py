@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from nanovllm.layers.linear import Linear
+from nanovllm.layers.moe import Experts
 from nanovllm.layers.ops import Ops
 
 # Tensors that some checkpoints carry although they say nothing: rotary tables, and the head of a tied model.
@@ -27,11 +28,22 @@ def destinations(model: nn.Module) -> dict[str, torch.Tensor]:
     views: dict[str, torch.Tensor] = {}
     for path, module in model.named_modules():
         parent = path.rpartition(".")[0]
-        if isinstance(module, Linear):
+        if isinstance(module, (Linear, Experts)):
             views.update({_join(parent, name): view for name, view in module.part_views().items()})
         else:
             views.update({_join(path, name): p.data for name, p in module.named_parameters(recurse=False)})
     return views
+
+
+def fused_destinations(model: nn.Module) -> dict[str, tuple[torch.Tensor, list[str]]]:
+    """View to fill by a tensor that stands for several of `destinations`, and their names."""
+    fused: dict[str, tuple[torch.Tensor, list[str]]] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, Experts):
+            parent = path.rpartition(".")[0]
+            for name, (view, parts) in module.fused_views().items():
+                fused[_join(parent, name)] = view, [_join(parent, part) for part in parts]
+    return fused
 
 
 def load_weights(model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]], source: str) -> None:
@@ -45,7 +57,7 @@ def load_weights(model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]], 
     Raises:
         ValueError: a tensor that is missing, unknown, repeated or of the wrong shape.
     """
-    views = destinations(model)
+    views, fused = destinations(model), fused_destinations(model)
     missing = set(views)
     tied_head: torch.Tensor | None = None
     for name, tensor in tensors:
@@ -56,17 +68,17 @@ def load_weights(model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]], 
         if name == TIED_HEAD and name not in views:
             tied_head = tensor
             continue
-        if name not in views:
+        if name not in views and name not in fused:
             raise ValueError(f"{source}: tensor {name!r} {list(tensor.shape)} does not belong to this model")
-        if name not in missing:
+        view, filled = fused[name] if name in fused else (views[name], [name])
+        if not missing.issuperset(filled):
             raise ValueError(f"{source}: tensor {name!r} is there twice")
-        view = views[name]
         if view.shape != tensor.shape:
             raise ValueError(
                 f"{source}: tensor {name!r} has shape {list(tensor.shape)}, the config asks for {list(view.shape)}"
             )
         view.copy_(tensor)
-        missing.discard(name)
+        missing.difference_update(filled)
     if tied_head is not None:
         embedding = views[EMBEDDING]
         if tied_head.shape != embedding.shape or not torch.equal(tied_head.to(embedding), embedding):
