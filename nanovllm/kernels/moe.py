@@ -33,7 +33,7 @@ class MoEConfig(NamedTuple):
     down: Tile
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _expert_gemm_kernel(
     x_ptr, weight_desc, out_ptr, pairs_ptr, tiles_ptr, scales_ptr, num_tokens,
     N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, GATED: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -89,7 +89,7 @@ def moe_config(num_pairs: int, num_experts: int, dtype: torch.dtype) -> MoEConfi
     if mean <= 6:
         return MoEConfig(16, Tile(64, 128, 4, 3), Tile(64, 128, 4, 3))
     if mean <= 20:
-        return MoEConfig(32, Tile(64, 128, 4, 3), Tile(64, 128, 4, 3))
+        return MoEConfig(32, Tile(64, 64, 4, 5), Tile(64, 128, 4, 3))
     if mean <= 48:
         return MoEConfig(64, Tile(64, 64, 4, 4), Tile(128, 64, 4, 4))
     return MoEConfig(128, Tile(128, 64, 8, 3), Tile(128, 64, 8, 4))
