@@ -4,10 +4,8 @@ The model knows which view of which parameter each checkpoint tensor fills (`des
 tensor after tensor into its view and then looks for views that nothing filled.
 """
 
-import json
 import re
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -109,65 +107,6 @@ def optimize_linears(model: nn.Module, ops: Ops) -> None:
 
 def is_packed(model: nn.Module) -> bool:
     return any(isinstance(module, Linear) and module.packed for module in model.modules())
-
-
-def safetensors_weights(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors of a folder's `model.safetensors`, of the shards in its index, or of its only safetensors file.
-
-    Raises:
-        ValueError: no such file, an index that is broken, leads out of the folder or misses shards, a corrupt file.
-    """
-    for file, names in _safetensors_files(folder):
-        yield from _read_safetensors(file, names)
-
-
-def _safetensors_files(folder: Path) -> list[tuple[Path, set[str] | None]]:
-    """Files to read and the tensors to expect in each (None: whatever is there)."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        return _indexed_files(folder, index)
-    single = folder / "model.safetensors"
-    if single.is_file():
-        return [(single, None)]
-    found = sorted(folder.glob("*.safetensors"))
-    if len(found) == 1:
-        return [(found[0], None)]
-    names = ", ".join(file.name for file in found) or "no safetensors file"
-    raise ValueError(f"{folder}: expected model.safetensors or model.safetensors.index.json, found {names}")
-
-
-def _indexed_files(folder: Path, index: Path) -> list[tuple[Path, set[str] | None]]:
-    try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        shards: dict[str, set[str]] = {}
-        for name, shard in weight_map.items():
-            shards.setdefault(shard, set()).add(name)
-        if not all(isinstance(shard, str) for shard in shards):
-            raise TypeError("a shard is not a string")
-    except (json.JSONDecodeError, KeyError, AttributeError, TypeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{index}: not a valid index of safetensors shards ({error!r})") from error
-    for shard in shards:
-        if Path(shard).name != shard:
-            raise ValueError(f"{index}: shard {shard!r} is not a file name inside the folder")
-    missing = [shard for shard in sorted(shards) if not (folder / shard).is_file()]
-    if missing:
-        raise ValueError(f"{index}: {len(missing)} of {len(shards)} shards are missing: {', '.join(missing[:5])}")
-    return [(folder / shard, names) for shard, names in sorted(shards.items())]
-
-
-def _read_safetensors(file: Path, names: set[str] | None) -> Iterator[tuple[str, torch.Tensor]]:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(file, framework="pt", device="cpu") as reader:
-            found = set(reader.keys())
-            absent = sorted((names or set()) - found)
-            if absent:
-                raise ValueError(f"{file}: tensor {absent[0]!r} is in the index but not in the shard")
-            for name in reader.keys():  # noqa: SIM118 - a safetensors reader is no mapping
-                yield name, reader.get_tensor(name)
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{file}: not a valid safetensors file ({error})") from error
 
 
 def _join(prefix: str, name: str) -> str:
