@@ -14,11 +14,11 @@ also compares the token ids and the identity of the parent's content, so a colli
 never mix texts.
 """
 
+import struct
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import numpy as np
 import xxhash
 
 from nanovllm.engine.sequence import Sequence
@@ -66,8 +66,7 @@ class BlockManager:
         """(chain key, token ids) of the first `num_blocks` full blocks of known tokens; computed once a sequence."""
         chain = seq.block_chain
         for i in range(len(chain), num_blocks):
-            block = seq.token_ids[i * self.block_size : (i + 1) * self.block_size]
-            tokens = np.asarray(block, dtype=np.int32).tobytes()
+            tokens = struct.pack(f"{self.block_size}i", *seq.token_ids[i * self.block_size : (i + 1) * self.block_size])
             chain.append((chain_key(chain[-1][0] if chain else b"", tokens), tokens))
         return chain[:num_blocks]
 

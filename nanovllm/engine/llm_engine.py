@@ -19,6 +19,7 @@ from nanovllm.engine.request import Output, Request, StreamOutput, make_request
 from nanovllm.engine.scheduler import Batch
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.collector import collector_frozen, collector_off
 from nanovllm.utils.progress import Progress
 
 Messages = Seq[Mapping[str, Any]]
@@ -51,6 +52,7 @@ class LLMEngine:
         self._next_seq_id = 0
         self._requests: dict[int, Request] = {}  # unfinished ones, by each of their sequences' ids
         self._finished: list[Request] = []  # not yet taken by whoever asked for them
+        self._num_ended = 0  # requests that finished or were aborted
         self._seconds = 0.0  # spent in steps
         self._lock = threading.RLock()
         self._closed = False
@@ -156,11 +158,12 @@ class LLMEngine:
         Raises:
             TypeError, ValueError: naming the prompt and what is wrong with it; nothing has run then.
         """
-        checked = self._checked(prompts, sampling_params)
         requests: list[Request] = []
         try:
-            self._enqueue_all(checked, requests)
-            self._run(requests, use_tqdm)
+            with collector_off():
+                self._enqueue_all(self._checked(prompts, sampling_params), requests)
+            with collector_frozen():
+                self._run(requests, use_tqdm)
             return [request.output() for request in requests]
         except BaseException:
             with self._open():
@@ -297,6 +300,7 @@ class LLMEngine:
             request = self._requests[seq.seq_id]
             if request.finished and request not in self._finished:
                 self._finished.append(request)
+                self._num_ended += 1
             del self._requests[seq.seq_id]
 
     def _take_finished(self) -> list[Request]:
@@ -316,13 +320,14 @@ class LLMEngine:
 
     def _run(self, requests: list[Request], use_tqdm: bool) -> None:
         """Step until all of `requests` are finished."""
-        left = list(requests)
+        left, num_ended = list(requests), -1
         with Progress(len(requests), use_tqdm) as progress:
             while left:
-                batch = self._step_for(left)
-                still_left = [request for request in left if not request.finished]
-                progress.update(batch, len(left) - len(still_left))
-                left = still_left
+                batch, num_left = self._step_for(left), len(left)
+                if self._num_ended != num_ended:  # by whatever thread
+                    num_ended = self._num_ended
+                    left = [request for request in left if not request.finished]
+                progress.update(batch, num_left - len(left))
 
     def _step_for(self, requests: list[Request]) -> Batch:
         """One step, unless another thread's steps finished all of `requests`; takes them out of `_finished`."""
@@ -353,6 +358,7 @@ class LLMEngine:
                 if seq.status is not Status.FINISHED:
                     self.scheduler.finish(seq, "abort")
                 self._requests.pop(seq.seq_id, None)
+        self._num_ended += len(requests)
         self._finished = [request for request in self._finished if request not in requests]
 
 

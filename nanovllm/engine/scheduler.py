@@ -16,6 +16,7 @@ Steps may overlap: `schedule` for step N+1 may run before `postprocess` for step
 import time
 from collections import deque
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import Sequence, Status
@@ -23,8 +24,7 @@ from nanovllm.engine.sequence import Sequence, Status
 Logprobs = tuple[list[int], list[float]]  # token ids and log-probabilities of one draw, the drawn token first
 
 
-@dataclass(frozen=True, slots=True)
-class Scheduled:
+class Scheduled(NamedTuple):  # one is made for each sequence and step, and this is the cheapest kind to make
     """Positions `start .. start + num_tokens` of `seq` in one step; `samples` when the next token is drawn."""
 
     seq: Sequence
@@ -103,15 +103,27 @@ class Scheduler:
         """Choose the next step's tokens and give them their blocks. Empty when nothing can run before `postprocess`."""
         num_preempted = 0
         items: list[Scheduled] = []
-        for seq in list(self.running):
-            if seq.status is Status.RUNNING and self._is_decoding(seq):
-                num_preempted += self._make_room(seq)
-                if seq.status is Status.RUNNING:
-                    self.block_manager.extend(seq, seq.num_tokens)
-                    items.append(self._take(seq, 1))
+        in_prompt: list[Sequence] = []
+        block_size = self.block_manager.block_size
+        for seq in list(self.running):  # written out, since it runs for every sequence in every step
+            num_tokens = len(seq.token_ids) + seq.num_pending_tokens
+            start = seq.num_computed_tokens
+            if num_preempted and seq.status is not Status.RUNNING:
+                continue
+            if start + 1 < num_tokens:
+                in_prompt.append(seq)
+            elif start < num_tokens < seq.max_len:
+                if num_tokens > len(seq.block_table) * block_size:
+                    num_preempted += self._make_room(seq)
+                    if seq.status is not Status.RUNNING:
+                        continue
+                    self.block_manager.extend(seq, num_tokens)
+                seq.num_computed_tokens = num_tokens
+                seq.num_pending_tokens += 1
+                items.append(Scheduled(seq, start, 1, True, seq.num_preemptions))
         budget = self.max_num_batched_tokens - len(items)
-        for seq in self.running:
-            if budget and seq.num_uncomputed_tokens > 1:
+        for seq in in_prompt:
+            if budget and seq.status is Status.RUNNING:
                 items.append(self._take(seq, min(seq.num_uncomputed_tokens, budget)))
                 budget -= items[-1].num_tokens
         # Whoever was just preempted must not be back in the same step.
@@ -132,11 +144,12 @@ class Scheduler:
         """
         finished: list[Sequence] = []
         now = time.perf_counter()
+        block_size = self.block_manager.block_size
         for i, (item, token_id) in enumerate(zip(batch.items, token_ids, strict=True)):
-            seq = item.seq
+            seq, start, num_tokens, samples, epoch = item
             if seq.status is Status.FINISHED:
                 continue  # ended or aborted while this step was in flight: its result is dropped
-            if item.samples:
+            if samples:
                 seq.num_pending_tokens -= 1
                 seq.token_ids.append(token_id)
                 self.counters.generated_tokens += 1
@@ -146,9 +159,10 @@ class Scheduler:
                     ids, values = logprobs[i]
                     count = 1 + seq.params.logprobs  # the drawn token and the most likely ones
                     seq.logprobs.append(dict(zip(ids[:count], values[:count], strict=True)))
-            if seq.num_preemptions == item.epoch:
-                self.block_manager.publish(seq, item.end)
-            reason = self._finish_reason(seq) if item.samples else None
+            end = start + num_tokens
+            if seq.num_preemptions == epoch and end // block_size > seq.num_published_blocks:
+                self.block_manager.publish(seq, end)
+            reason = self._finish_reason(seq) if samples else None
             if reason is not None:
                 self.finish(seq, reason)
                 finished.append(seq)
@@ -180,9 +194,6 @@ class Scheduler:
             seq.num_preemptions += seq.status is Status.RUNNING
             seq.reset_to_waiting()
             self.waiting.append(seq)
-
-    def _is_decoding(self, seq: Sequence) -> bool:
-        return seq.num_uncomputed_tokens == 1 and not seq.at_max_len
 
     def _take(self, seq: Sequence, num_tokens: int) -> Scheduled:
         start = seq.num_computed_tokens
@@ -279,6 +290,8 @@ class Scheduler:
 
     def _finish_reason(self, seq: Sequence) -> str | None:
         """Why the token that just came is the last one, if it is; sets `stop_reason`."""
+        if not seq.may_stop:
+            return "length" if len(seq.token_ids) >= seq.max_len else None
         params, token_id = seq.params, seq.token_ids[-1]
         may_stop = seq.num_completion_tokens > params.min_tokens
         if seq.stop_checker is not None:

@@ -54,6 +54,8 @@ class Sequence:
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None  # the stop string or stop token id, None for end-of-sequence
         self.stop_checker = stop_checker
+        # By something else than its length.
+        self.may_stop = stop_checker is not None or bool(params.stop_token_ids) or not params.ignore_eos
         self.logprobs: list[dict[int, float]] = []  # of each generated token, if asked for
         self.num_streamed_tokens = 0
         # Looked at every step: needs nothing from the sampler but temperature and seed.
@@ -88,11 +90,6 @@ class Sequence:
     @property
     def num_uncomputed_tokens(self) -> int:
         return self.num_tokens - self.num_computed_tokens
-
-    @property
-    def at_max_len(self) -> bool:
-        """True when no further token may be sampled, whatever the pending ones turn out to be."""
-        return self.num_tokens >= self.max_len
 
     @property
     def num_completion_tokens(self) -> int:

@@ -4,6 +4,8 @@
 parameters of running sequences in `RowState` and receive only changes.
 """
 
+import struct
+from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
@@ -19,6 +21,11 @@ from nanovllm.kernels.shared_prefixes import SharedPrefixes
 from nanovllm.layers.sampler import Filters
 
 ON_DEVICE = -1  # in `token_ids`: the row's last sampled token, which is on the device already
+
+
+def int32_array(values: Collection[int]) -> np.ndarray:
+    """Read-only, in a fifth of the time that `np.array` takes."""
+    return np.frombuffer(struct.pack(f"{len(values)}i", *values), dtype=np.int32)
 
 
 @dataclass(frozen=True)
@@ -66,16 +73,16 @@ class StepBuilder:
         self._last_sampled = [-1] * max_num_seqs  # position of the row's last token, -1 when it sampled none yet
 
     def build(self, batch: Batch) -> StepInput:
-        items = batch.items
         for seq in batch.admitted:
             self._num_sent_blocks[seq.row] = 0
             self._last_sampled[seq.row] = -1
+        sequences, starts, lengths, samples, _ = zip(*batch.items, strict=True)
         return StepInput(
-            rows=np.array([item.seq.row for item in items], dtype=np.int32),
-            starts=np.array([item.start for item in items], dtype=np.int32),
-            lengths=np.array([item.num_tokens for item in items], dtype=np.int32),
+            rows=int32_array([seq.row for seq in sequences]),
+            starts=int32_array(starts),
+            lengths=int32_array(lengths),
             token_ids=self._token_ids(batch),
-            samples=np.array([item.samples for item in items], dtype=np.int32),
+            samples=int32_array(samples),
             table_changes=self._table_changes(batch),
             row_params=np.array([_row_params(seq) for seq in batch.admitted], dtype=np.int32).reshape(-1, 7).T,
             shared=self._shared(batch),
@@ -102,15 +109,15 @@ class StepBuilder:
     def _token_ids(self, batch: Batch) -> np.ndarray:
         ids: list[int] = []
         last_sampled = self._last_sampled
-        for item in batch.items:
-            row = item.seq.row
-            if item.start == last_sampled[row]:
+        for seq, start, num_tokens, samples, _ in batch.items:
+            row, end = seq.row, start + num_tokens
+            if start == last_sampled[row]:
                 ids.append(ON_DEVICE)
             else:
-                ids.extend(item.seq.token_ids[item.start : item.end])
-            if item.samples:
-                last_sampled[row] = item.start + item.num_tokens
-        return np.array(ids, dtype=np.int32)
+                ids.extend(seq.token_ids[start:end])
+            if samples:
+                last_sampled[row] = end
+        return int32_array(ids)
 
     def _table_changes(self, batch: Batch) -> np.ndarray:
         changes: list[tuple[int, int, int]] = []

@@ -71,26 +71,29 @@ def _decode_kernel(
     """One program: one KV head, its GROUP query heads, and one work item (a split of one sequence).
 
     A sequence of one split is written at once. Of several, each leaves its normalised part and the log2 of its
-    exponential sum in the workspace, and the last to arrive merges them: no second launch. Where the pass over shared
-    prefixes has left parts, they are merged in as well.
+    exponential sum in the workspace, and the last to arrive merges them: no second launch. In either case the parts
+    that the pass over shared prefixes has left are merged in.
     """
     if PDL:  # what the launch before this one wrote is read, and anything is written, only after the wait
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+        if not SHARED:  # the pass over shared prefixes waited for all but its own parts: they are read at the end
+            tl.extra.cuda.gdc_wait()
     kv_head = tl.program_id(0)
     item = tl.program_id(1)
+    # What is loaded before the wait comes from L2: the L1 cache may be older than what was waited for.
+    CACHE: tl.constexpr = ".cg" if SHARED else ""
     record = items_ptr + item * FIELDS
-    seq = tl.load(record)
-    row = tl.load(record + 1)
-    start = tl.load(record + 2)
-    end = tl.load(record + 3)
-    first = tl.load(record + 4)
-    splits = tl.load(record + 5)
+    seq = tl.load(record, cache_modifier=CACHE)
+    row = tl.load(record + 1, cache_modifier=CACHE)
+    start = tl.load(record + 2, cache_modifier=CACHE)
+    end = tl.load(record + 3, cache_modifier=CACHE)
+    first = tl.load(record + 4, cache_modifier=CACHE)
+    splits = tl.load(record + 5, cache_modifier=CACHE)
     shared_first, shared = 0, 0
     if SHARED:
-        shared_first = tl.load(record + 6)
-        shared = tl.load(record + 7)
-    if item >= tl.load(count_ptr):
+        shared_first = tl.load(record + 6, cache_modifier=CACHE)
+        shared = tl.load(record + 7, cache_modifier=CACHE)
+    if item >= tl.load(count_ptr, cache_modifier=CACHE):
         return
     if WINDOW:  # an item's first grain holds a visible key, but its first tile need not
         visible = tl.load(record + 6)
@@ -103,7 +106,7 @@ def _decode_kernel(
     head = kv_head * GROUP + member
     mask = (member < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
     q_offsets = seq.to(tl.int64) * Q_TOKEN_STRIDE + head * Q_HEAD_STRIDE
-    q = tl.load(q_ptr + q_offsets[:, None] + dims[None, :], mask=mask, other=0.0)
+    q = tl.load(q_ptr + q_offsets[:, None] + dims[None, :], mask=mask, other=0.0, cache_modifier=CACHE)
     k_base = k_ptr + kv_head.to(tl.int64) * KV_HEAD_STRIDE
     v_base = v_ptr + kv_head.to(tl.int64) * KV_HEAD_STRIDE
 
@@ -111,7 +114,7 @@ def _decode_kernel(
     row_max = tl.full([GROUP_PAD], float("-inf"), tl.float32)
     row_sum = tl.zeros([GROUP_PAD], tl.float32)
     if BLOCK_SIZE % BLOCK_N == 0:
-        block = tl.load(table + start // BLOCK_SIZE)
+        block = tl.load(table + start // BLOCK_SIZE, cache_modifier=CACHE)
     for tile_start in tl.range(start, end, BLOCK_N, num_stages=NUM_STAGES):
         keys = tile_start + lanes
         in_range = keys < end
@@ -120,15 +123,15 @@ def _decode_kernel(
         if BLOCK_SIZE % BLOCK_N == 0:  # the tile lies inside one block: one table entry, contiguous rows
             offsets = block.to(tl.int64) * KV_BLOCK_STRIDE + (tile_start % BLOCK_SIZE + lanes) * KV_TOKEN_STRIDE
             # Loaded one step early: a load that K's address needs in the same step would use up the pipeline's stages.
-            block = tl.load(table + tl.minimum(tile_start + BLOCK_N, end - 1) // BLOCK_SIZE)
+            block = tl.load(table + tl.minimum(tile_start + BLOCK_N, end - 1) // BLOCK_SIZE, cache_modifier=CACHE)
         else:  # table columns past the last key hold anything
-            blocks = tl.load(table + keys // BLOCK_SIZE, mask=in_range, other=0)
+            blocks = tl.load(table + keys // BLOCK_SIZE, mask=in_range, other=0, cache_modifier=CACHE)
             offsets = blocks.to(tl.int64) * KV_BLOCK_STRIDE + (keys % BLOCK_SIZE) * KV_TOKEN_STRIDE
         # Values past the end must be zero, not just weighted by zero: unused cache slots may hold NaN.
         k_mask = in_range[None, :] & (dims < HEAD_DIM)[:, None]
         v_mask = in_range[:, None] & (dims < HEAD_DIM)[None, :]
-        k = tl.load(k_base + offsets[None, :] + dims[:, None], mask=k_mask, other=0.0)
-        v = tl.load(v_base + offsets[:, None] + dims[None, :], mask=v_mask, other=0.0)
+        k = tl.load(k_base + offsets[None, :] + dims[:, None], mask=k_mask, other=0.0, cache_modifier=CACHE)
+        v = tl.load(v_base + offsets[:, None] + dims[None, :], mask=v_mask, other=0.0, cache_modifier=CACHE)
         scores = tl.dot(q, k, input_precision=PRECISION)
         scores = tl.where(in_range[None, :], scores * SCALE_LOG2, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1))  # finite: a tile holds at least one key
@@ -138,9 +141,28 @@ def _decode_kernel(
         row_max = new_max
         acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
 
+    if SHARED:
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        if splits == 1:
+            first_part = shared_first * NUM_KV_HEADS * GROUP + head
+            for part in tl.range(0, shared, num_stages=NUM_STAGES):
+                slot = first_part + part * NUM_KV_HEADS * GROUP
+                sums = tl.load(lse_ptr + slot, mask=member < GROUP, other=0.0, cache_modifier=".cg")
+                parts = tl.load(
+                    partial_ptr + slot[:, None].to(tl.int64) * HEAD_DIM + dims[None, :],
+                    mask=mask, other=0.0, cache_modifier=".cg",
+                )  # fmt: skip
+                new_max = tl.maximum(row_max, sums)
+                rescale = tl.exp2(row_max - new_max)
+                weights = tl.exp2(sums - new_max)
+                row_sum = row_sum * rescale + weights
+                acc = acc * rescale[:, None] + parts * weights[:, None]
+                row_max = new_max
+
     acc = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]  # zeros for an empty sequence
     out_offsets = (seq.to(tl.int64) * NUM_KV_HEADS * GROUP + head) * HEAD_DIM
-    if splits + shared == 1:
+    if splits == 1:
         tl.store(out_ptr + out_offsets[:, None] + dims[None, :], acc.to(out_ptr.dtype.element_ty), mask=mask)
         return
 
@@ -160,11 +182,14 @@ def _decode_kernel(
         )  # fmt: skip
 
 
-def tile_config(head_dim: int, itemsize: int, block_size: int) -> tuple[int, int, int]:
-    """(keys, warps, pipeline stages) of a program, as measured on an H200; the keys divide a plan's grain."""
+def tile_config(head_dim: int, itemsize: int, block_size: int, shared: bool) -> tuple[int, int, int]:
+    """(keys, warps, pipeline stages) of a program, as measured on an H200; the keys divide a plan's grain.
+
+    What is left of a sequence after a shared prefix is short: several small programs a multiprocessor read it faster.
+    """
     if itemsize == 4:  # exact float32 runs on the FMA units and holds twice the bytes in shared memory
         return (32, 4, 2) if head_dim <= 128 else (16, 4, 2)
-    if head_dim > 128:
+    if head_dim > 128 or (shared and block_size % 32 == 0):
         return 32, 2, 3
     return 64, 2, 3 if block_size % 64 == 0 else 5  # a gather's table loads take every other stage
 
@@ -179,6 +204,7 @@ def paged_decode(
     out: torch.Tensor | None = None,
     pdl: bool = False,
     shared: bool = False,
+    config: tuple[int, int, int] | None = None,
 ) -> torch.Tensor:
     """Attention of one new token per sequence over its context (its plan's window); `plan.update` has seen this batch.
 
@@ -188,17 +214,18 @@ def paged_decode(
     out: where to write, contiguous; new by default
     pdl: programmatic dependent launch: overlap the end of the launch before this one
     shared: `plan.update` was told of shared prefixes, and `shared_parts` has seen to them
+    config: `tile_config`'s, for tuning
     Returns [batch, num_q_heads, head_dim], contiguous, of q's dtype; zeros for a sequence of context length 0.
     """
     batch, num_q_heads, head_dim = q.shape
     _, block_size, num_kv_heads, _ = k_cache.shape
     block_stride, token_stride, head_stride, _ = k_cache.stride()
     group = num_q_heads // num_kv_heads
-    block_n, num_warps, num_stages = tile_config(head_dim, q.element_size(), block_size)
+    block_n, num_warps, num_stages = config or tile_config(head_dim, q.element_size(), block_size, shared)
     padded_group, padded_dim = triton.next_power_of_2(group), triton.next_power_of_2(head_dim)
     if out is None:
         out = torch.empty((batch, num_q_heads, head_dim), dtype=q.dtype, device=q.device)
-    _decode_kernel[(num_kv_heads, plan.max_items(batch))](
+    _decode_kernel[(num_kv_heads, plan.max_items(batch, shared))](
         q,
         k_cache,
         v_cache,

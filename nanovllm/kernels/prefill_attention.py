@@ -9,7 +9,7 @@ LOG2_E = 1.4426950408889634
 
 
 @triton.jit
-def _add_tile(scores, v, acc, row_max, row_sum, SCALE_LOG2: tl.constexpr, PRECISION: tl.constexpr):
+def add_tile(scores, v, acc, row_max, row_sum, SCALE_LOG2: tl.constexpr, PRECISION: tl.constexpr):
     """One step of the online softmax: scores [rows, keys] and values [keys, dims] into the running output.
 
     A row's maximum is of raw scores, so that scale and maximum are one multiply-add, and finite from the first tile on.
@@ -94,7 +94,7 @@ def _prefill_kernel(
             if WINDOW:  # noqa: SIM102 - known when compiling
                 if start < end - WINDOW:
                     scores = tl.where((start + lanes)[None, :] > position[:, None] - WINDOW, scores, float("-inf"))
-            acc, row_max, row_sum = _add_tile(scores, v, acc, row_max, row_sum, SCALE_LOG2, PRECISION)
+            acc, row_max, row_sum = add_tile(scores, v, acc, row_max, row_sum, SCALE_LOG2, PRECISION)
         begin = tl.maximum(begin, masked_from)
     if BLOCK_SIZE % BLOCK_N == 0:
         block = tl.load(table + begin // BLOCK_SIZE)
@@ -122,7 +122,7 @@ def _prefill_kernel(
         if WINDOW:  # noqa: SIM102 - known when compiling
             if start < end - WINDOW:  # the last row, at end - 1, does not see all of the tile
                 scores = tl.where((start + lanes)[None, :] > position[:, None] - WINDOW, scores, float("-inf"))
-        acc, row_max, row_sum = _add_tile(scores, v, acc, row_max, row_sum, SCALE_LOG2, PRECISION)
+        acc, row_max, row_sum = add_tile(scores, v, acc, row_max, row_sum, SCALE_LOG2, PRECISION)
 
     out = acc / row_sum[:, None]
     out_offsets = (global_token * NUM_KV_HEADS * GROUP + head) * HEAD_DIM
@@ -132,7 +132,7 @@ def _prefill_kernel(
 def tile_config(head_dim: int, itemsize: int, block_size: int, hopper: bool, tma: bool) -> tuple[int, int, int, int]:
     """(query rows, keys, warps, pipeline stages) of a program, as measured on an H200; older cards hold less."""
     if tma:
-        return (128, 64, 4, 3) if head_dim <= 128 else (128, 64, 8, 2)
+        return (64, 64, 4, 3) if head_dim <= 128 else (128, 64, 8, 2)
     if itemsize == 4:  # exact float32 runs on the FMA units and holds twice the bytes in shared memory
         return (32, 32, 4, 1) if head_dim <= 128 else (16, 16, 4, 1)
     if head_dim <= 64:
@@ -156,7 +156,8 @@ def can_use_tma(cache: torch.Tensor) -> bool:
     )
 
 
-def _tiles(cache: torch.Tensor, keys: int) -> TensorDescriptor:
+def cache_tiles(cache: torch.Tensor, keys: int) -> TensorDescriptor:
+    """Descriptor of a cache as [slots, KV heads and dims], for tiles of `keys` keys of one KV head."""
     num_blocks, block_size, num_kv_heads, head_dim = cache.shape
     return TensorDescriptor.from_tensor(cache.view(num_blocks * block_size, num_kv_heads * head_dim), [keys, head_dim])
 
@@ -204,8 +205,8 @@ def paged_prefill(
         q,
         k_cache,
         v_cache,
-        _tiles(k_cache, block_n) if tma else k_cache,
-        _tiles(v_cache, block_n) if tma else v_cache,
+        cache_tiles(k_cache, block_n) if tma else k_cache,
+        cache_tiles(v_cache, block_n) if tma else v_cache,
         out,
         block_tables,
         rows,

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.decode_plan import DecodePlan
+from nanovllm.kernels.prefill_attention import add_tile, cache_tiles, can_use_tma
 from nanovllm.kernels.shared_prefixes import ITEM_FIELDS, TILE_ROWS, SharedPrefixes
 
 LOG2_E = 1.4426950408889634
@@ -21,76 +22,74 @@ LOG2_E = 1.4426950408889634
     do_not_specialize_on_alignment=["table_ptr", "items_ptr", "members_ptr", "bases_ptr", "count_ptr"],
 )
 def _shared_kernel(
-    q_ptr, k_ptr, v_ptr, table_ptr, items_ptr, count_ptr, members_ptr, bases_ptr, partial_ptr, lse_ptr, table_stride,
-    first_slot, Q_TOKEN_STRIDE: tl.constexpr, Q_HEAD_STRIDE: tl.constexpr, KV_BLOCK_STRIDE: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, k_tiles, v_tiles, table_ptr, items_ptr, count_ptr, members_ptr, bases_ptr, partial_ptr,
+    lse_ptr, table_stride, first_slot,
+    Q_TOKEN_STRIDE: tl.constexpr, Q_HEAD_STRIDE: tl.constexpr, KV_BLOCK_STRIDE: tl.constexpr,
     KV_TOKEN_STRIDE: tl.constexpr, KV_HEAD_STRIDE: tl.constexpr, SCALE_LOG2: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr, FIELDS: tl.constexpr,
-    PDL: tl.constexpr,
+    TMA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: one KV head and one work item. Row r of its tile is query head r % GROUP of member r // GROUP."""
+    """One program: one KV head and some work items. Row r of a tile is query head r % GROUP of member r // GROUP.
+
+    `k_tiles`, `v_tiles`, TMA: as for prefill attention. Dependents are let go after the wait: they may count on all
+    that this kernel waited for.
+    """
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     kv_head = tl.program_id(0)
-    item = tl.program_id(1)
-    if item >= tl.load(count_ptr):
-        return
-    record = items_ptr + item * FIELDS
-    table = table_ptr + tl.load(record).to(tl.int64) * table_stride
-    start = tl.load(record + 1)
-    end = tl.load(record + 2)
-    part = tl.load(record + 3)
-    members = members_ptr + tl.load(record + 4)
-    num_members = tl.load(record + 5)
-
     dims = tl.arange(0, BLOCK_D)
     lanes = tl.arange(0, BLOCK_N)
     rows = tl.arange(0, BLOCK_M)
-    live = rows < num_members * GROUP
-    head = kv_head * GROUP + rows % GROUP
-    seq = tl.load(members + rows // GROUP, mask=live, other=0)
-    mask = live[:, None] & (dims < HEAD_DIM)[None, :]
-    q_offsets = seq.to(tl.int64) * Q_TOKEN_STRIDE + head * Q_HEAD_STRIDE
-    q = tl.load(q_ptr + q_offsets[:, None] + dims[None, :], mask=mask, other=0.0)
     k_base = k_ptr + kv_head.to(tl.int64) * KV_HEAD_STRIDE
     v_base = v_ptr + kv_head.to(tl.int64) * KV_HEAD_STRIDE
+    head = kv_head * GROUP + rows % GROUP
+    for item in range(tl.program_id(1), tl.load(count_ptr), tl.num_programs(1)):
+        record = items_ptr + item * FIELDS
+        table = table_ptr + tl.load(record).to(tl.int64) * table_stride
+        start = tl.load(record + 1)
+        end = tl.load(record + 2)
+        part = tl.load(record + 3)
+        members = members_ptr + tl.load(record + 4)
+        num_members = tl.load(record + 5)
 
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)  # of raw scores: scale and maximum are one multiply-add
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
-    if BLOCK_SIZE % BLOCK_N == 0:
-        block = tl.load(table + start // BLOCK_SIZE)
-    for tile_start in tl.range(start, end, BLOCK_N, num_stages=NUM_STAGES):
-        if BLOCK_SIZE % BLOCK_N == 0:  # the tile lies inside one block, and a run of keys is whole tiles
-            offsets = block.to(tl.int64) * KV_BLOCK_STRIDE + (tile_start % BLOCK_SIZE + lanes) * KV_TOKEN_STRIDE
-            block = tl.load(table + tl.minimum(tile_start + BLOCK_N, end - 1) // BLOCK_SIZE)
-        else:  # lanes past the end read the last key again
-            keys = tl.minimum(tile_start + lanes, end - 1)
-            blocks = tl.load(table + keys // BLOCK_SIZE)
-            offsets = blocks.to(tl.int64) * KV_BLOCK_STRIDE + (keys % BLOCK_SIZE) * KV_TOKEN_STRIDE
-        k_ptrs = k_base + offsets[None, :] + dims[:, None]
-        v_ptrs = v_base + offsets[:, None] + dims[None, :]
-        if HEAD_DIM == BLOCK_D:
-            k = tl.load(k_ptrs)
-            v = tl.load(v_ptrs)
-        else:
-            k = tl.load(k_ptrs, mask=(dims < HEAD_DIM)[:, None], other=0.0)
-            v = tl.load(v_ptrs, mask=(dims < HEAD_DIM)[None, :], other=0.0)
-        scores = tl.dot(q, k, input_precision=PRECISION)
-        if BLOCK_SIZE % BLOCK_N != 0:
-            scores = tl.where((tile_start + lanes < end)[None, :], scores, float("-inf"))
-        new_max = tl.maximum(row_max, tl.max(scores, 1))
-        rescale = tl.exp2((row_max - new_max) * SCALE_LOG2)
-        weights = tl.exp2(scores * SCALE_LOG2 - (new_max * SCALE_LOG2)[:, None])
-        row_sum = row_sum * rescale + tl.sum(weights, 1)
-        row_max = new_max
-        acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
+        live = rows < num_members * GROUP
+        seq = tl.load(members + rows // GROUP, mask=live, other=0)
+        mask = live[:, None] & (dims < HEAD_DIM)[None, :]
+        q_offsets = seq.to(tl.int64) * Q_TOKEN_STRIDE + head * Q_HEAD_STRIDE
+        q = tl.load(q_ptr + q_offsets[:, None] + dims[None, :], mask=mask, other=0.0)
 
-    slot = first_slot + tl.load(bases_ptr + seq, mask=live, other=0) + part
-    offsets = slot.to(tl.int64) * (NUM_KV_HEADS * GROUP) + head
-    tl.store(partial_ptr + offsets[:, None] * HEAD_DIM + dims[None, :], acc / row_sum[:, None], mask=mask)
-    tl.store(lse_ptr + offsets, row_max * SCALE_LOG2 + tl.log2(row_sum), mask=live)
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        row_sum = tl.zeros([BLOCK_M], tl.float32)
+        if BLOCK_SIZE % BLOCK_N == 0:
+            block = tl.load(table + start // BLOCK_SIZE)
+        for tile_start in tl.range(start, end, BLOCK_N, num_stages=NUM_STAGES):
+            if TMA:
+                slot = block * BLOCK_SIZE + tile_start % BLOCK_SIZE
+                block = tl.load(table + tl.minimum(tile_start + BLOCK_N, end - 1) // BLOCK_SIZE)
+                k = k_tiles.load([slot, kv_head * HEAD_DIM]).T
+                v = v_tiles.load([slot, kv_head * HEAD_DIM])
+            else:
+                if BLOCK_SIZE % BLOCK_N == 0:  # the tile lies inside one block, and a run of keys is whole tiles
+                    offsets = block.to(tl.int64) * KV_BLOCK_STRIDE + (tile_start % BLOCK_SIZE + lanes) * KV_TOKEN_STRIDE
+                    block = tl.load(table + tl.minimum(tile_start + BLOCK_N, end - 1) // BLOCK_SIZE)
+                else:  # lanes past the end read the last key again
+                    keys = tl.minimum(tile_start + lanes, end - 1)
+                    blocks = tl.load(table + keys // BLOCK_SIZE)
+                    offsets = blocks.to(tl.int64) * KV_BLOCK_STRIDE + (keys % BLOCK_SIZE) * KV_TOKEN_STRIDE
+                k = tl.load(k_base + offsets[None, :] + dims[:, None], mask=(dims < HEAD_DIM)[:, None], other=0.0)
+                v = tl.load(v_base + offsets[:, None] + dims[None, :], mask=(dims < HEAD_DIM)[None, :], other=0.0)
+            scores = tl.dot(q, k, input_precision=PRECISION)
+            if BLOCK_SIZE % BLOCK_N != 0:
+                scores = tl.where((tile_start + lanes < end)[None, :], scores, float("-inf"))
+            acc, row_max, row_sum = add_tile(scores, v, acc, row_max, row_sum, SCALE_LOG2, PRECISION)
+
+        place = first_slot + tl.load(bases_ptr + seq, mask=live, other=0) + part
+        places = place.to(tl.int64) * (NUM_KV_HEADS * GROUP) + head
+        tl.store(partial_ptr + places[:, None] * HEAD_DIM + dims[None, :], acc / row_sum[:, None], mask=mask)
+        tl.store(lse_ptr + places, row_max * SCALE_LOG2 + tl.log2(row_sum), mask=live)
 
 
 def tile_config(group: int, head_dim: int, itemsize: int, block_size: int) -> tuple[int, int, int, int]:
@@ -112,21 +111,29 @@ def shared_parts(
     shared: SharedPrefixes[torch.Tensor],
     plan: DecodePlan,
     pdl: bool = False,
+    tma: bool | None = None,
+    config: tuple[int, int, int, int] | None = None,
 ) -> None:
     """Attention of one new token per sequence to the shared keys alone, into the plan's workspace.
 
     q, k_cache, v_cache, block_tables, scale, pdl: as for `paged_decode`, which has to follow
     shared: this batch's
+    tma: fetch keys and values through the copy engine; by default wherever it can
+    config: `tile_config`'s, for tuning
     """
-    batch, num_q_heads, head_dim = q.shape
+    _, num_q_heads, head_dim = q.shape
     _, block_size, num_kv_heads, _ = k_cache.shape
     block_stride, token_stride, head_stride, _ = k_cache.stride()
     group = num_q_heads // num_kv_heads
-    rows, keys, num_warps, num_stages = tile_config(group, head_dim, q.element_size(), block_size)
-    _shared_kernel[(num_kv_heads, plan.max_shared_items(batch))](
+    rows, keys, num_warps, num_stages = config or tile_config(group, head_dim, q.element_size(), block_size)
+    if tma is None:
+        tma = q.is_cuda and torch.cuda.get_device_capability(q.device) >= (9, 0) and can_use_tma(k_cache)
+    _shared_kernel[(num_kv_heads, plan.shared_wave)](
         q,
         k_cache,
         v_cache,
+        cache_tiles(k_cache, keys) if tma else k_cache,
+        cache_tiles(v_cache, keys) if tma else v_cache,
         block_tables,
         shared.items,
         shared.count,
@@ -152,6 +159,7 @@ def shared_parts(
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         NUM_STAGES=num_stages,
         FIELDS=ITEM_FIELDS,
+        TMA=tma,
         PDL=pdl,
         num_warps=num_warps,
         launch_pdl=pdl,

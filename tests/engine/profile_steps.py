@@ -1,6 +1,7 @@
-"""Where a decode step's time goes: host time by stage with its distribution, GPU time by kernel, gaps. Run as a script.
+"""Where a step's time goes: host time by stage with its distribution, GPU time by kernel, gaps. Run as a script.
 
     python tests/engine/profile_steps.py --shape qwen3-0.6b --num-requests 256
+    python tests/engine/profile_steps.py --prefill
 
 Host times are of the four stages of a step, waits for the GPU excluded. GPU times come from torch's profiler over some
 steps in the middle of the run; the busy share is the time in which some kernel runs.
@@ -65,7 +66,8 @@ def host_times(llm, steps):
 def gpu_times(llm, steps, rows):
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         for _ in range(steps):
-            llm.step()
+            if not llm.is_finished():
+                llm.step()
         torch.cuda.synchronize()
     events = sorted(
         ((e.time_range.start, e.time_range.end, e.name) for e in profiler.events() if e.device_type.name == "CUDA"),
@@ -89,16 +91,24 @@ def main():
     parser.add_argument("--num-requests", type=int, default=256)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--rows", type=int, default=12, help="kernels listed")
+    parser.add_argument("--prefill", action="store_true", help="the steps of 128 prompts of 1024 tokens, 16 at a time")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         options = bench.parse_args(["--shape", args.shape, "--num-requests", str(args.num_requests)])
         llm, _, _ = bench.build_llm(options, Path(scratch))
+        if args.prefill:
+            options = bench.parse_args(["--workload", "prefill"])
+            for repeat in range(2):  # the first one warms up
+                for request in bench.uniform_workload(options, repeat):
+                    llm.add_request(request.prompt, SamplingParams(temperature=0.6, max_tokens=1))
+                gpu_times(llm, 9, args.rows)  # 8 steps of work, and one that takes in the last tokens
+            return
         for request in bench.mixed_workload(options, 0):
             llm.add_request(request.prompt, SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=1024))
         for _ in range(30):  # through the prompts
             llm.step()
-        gpu_times(llm, 20, args.rows)
         host_times(llm, args.steps)
+        gpu_times(llm, 20, args.rows)
         llm.close()
 
 

@@ -51,7 +51,7 @@ def fill_cache(tables, lens, block_size, num_kv_heads, head_dim, dtype):
 
 def find(tables, lens, rows, plan, max_batch, group, block_size):
     """The host's work list, on the device; the threshold is lowered to a single byte."""
-    finder = SharedPrefixFinder(max_batch, plan.max_shared_items(max_batch), group, block_size, 2**40)
+    finder = SharedPrefixFinder(max_batch, plan.shared_wave + max_batch, group, block_size, 2**40)
     items = []
     for i, (table, n, row) in enumerate(zip(tables, lens, rows.tolist(), strict=True)):
         seq = Sequence(i, [0] * n, SamplingParams(), n + 1, 0)
@@ -63,7 +63,7 @@ def find(tables, lens, rows, plan, max_batch, group, block_size):
     return found
 
 
-def check(groups, own_lens, num_q_heads, num_kv_heads, head_dim, block_size, dtype, wave=None):
+def check(groups, own_lens, num_q_heads, num_kv_heads, head_dim, block_size, dtype, wave=None, tma=None):
     tables, lens = make_tree(groups, own_lens, block_size)
     k, v, device_tables, rows = fill_cache(tables, lens, block_size, num_kv_heads, head_dim, dtype)
     batch, max_batch = len(lens), len(lens) + 3
@@ -82,7 +82,7 @@ def check(groups, own_lens, num_q_heads, num_kv_heads, head_dim, block_size, dty
     q = make_q(batch, num_q_heads, num_kv_heads, head_dim, dtype)
     plan.update(device_rows, device_lens, shared)
     for _ in range(2):  # two layers with one plan
-        shared_parts(q, k, v, device_tables, head_dim**-0.5, shared, plan)
+        shared_parts(q, k, v, device_tables, head_dim**-0.5, shared, plan, tma=tma)
         out = paged_decode(q, k, v, device_tables, head_dim**-0.5, plan, shared=True)
         compare(out, q, k, v, device_tables, device_rows, device_lens, head_dim**-0.5)
     assert not plan.arrived.any()
@@ -113,7 +113,7 @@ def test_a_tree_of_prefixes_next_to_sequences_that_share_nothing():
     assert hidden == [0] + [128] * 19 + [128 + 256] * 20 + [0] + [1120] * 2 + [0] * 3
 
 
-@pytest.mark.parametrize(("wave", "parts"), [(1, 1), (2, 2), (5, 4), (50, 4)])
+@pytest.mark.parametrize(("wave", "parts"), [(2, 1), (4, 2), (10, 4), (100, 4)])
 def test_long_runs_are_split_as_the_gpu_and_the_workspace_have_room(wave, parts):
     found = check([(0, 6, 64)], [9] * 6, 2, 1, 64, 16, torch.float32, wave)
     assert found.parts[:9].tolist() == [parts] * 6 + [0] * 3
@@ -133,3 +133,11 @@ def test_large(dtype, head_dim, block_size):
 @pytest.mark.parametrize(("num_q_heads", "num_kv_heads"), [(14, 2), (9, 3), (40, 8), (8, 8), (64, 1)])
 def test_large_group_ratios(num_q_heads, num_kv_heads):
     check([(0, 60, 8), (60, 64, 20)], [1 + i for i in range(70)], num_q_heads, num_kv_heads, 128, 256, torch.bfloat16)
+
+
+@pytest.mark.parametrize(("head_dim", "block_size"), [(64, 64), (128, 128), (256, 64)])
+def test_copy_engine(head_dim, block_size):
+    """Own parts of one split and of several."""
+    check(
+        [(0, 9, 4), (3, 9, 3)], [5, 1, 64, 300, 700, 2, 3, 4, 5, 6], 6, 2, head_dim, block_size, torch.float16, tma=True
+    )
