@@ -15,7 +15,6 @@ import random
 import statistics
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ import torch
 import transformers
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.bench_floor import Request, decode_batches, decode_kv_bytes, decode_weight_bytes
 from nanovllm.engine.memory import kv_bytes_per_block
 from nanovllm.utils.checkpoint import open_checkpoint
 
@@ -31,14 +31,12 @@ SHAPES = {  # hidden, intermediate, layers, query heads, KV heads, tied
     "qwen3-8b": (4096, 12288, 36, 32, 8, False),
     "qwen3-14b": (5120, 17408, 40, 40, 8, False),
     "qwen3-32b": (5120, 25600, 64, 64, 8, False),
+    "qwen3-30b-a3b": (2048, 6144, 48, 32, 4, False),
+}
+EXPERTS = {  # experts, of them chosen a token, intermediate of one
+    "qwen3-30b-a3b": (128, 8, 768),
 }
 TOKEN_RANGE = 10_000  # prompt tokens are drawn from 0 .. TOKEN_RANGE, as published
-
-
-@dataclass(frozen=True)
-class Request:
-    prompt: list[int]
-    output_len: int
 
 
 def mixed_workload(args: argparse.Namespace, repeat: int) -> list[Request]:
@@ -74,7 +72,13 @@ WORKLOADS: dict[str, tuple[Any, dict[str, int]]] = {
 def write_shape(name: str, folder: Path) -> str:
     """A folder with nothing but the config of a Qwen3 model of that size."""
     hidden, intermediate, layers, q_heads, kv_heads, tied = SHAPES[name]
-    config = transformers.Qwen3Config(
+    sizes: dict[str, Any] = {}
+    if name in EXPERTS:
+        experts, chosen, inner = EXPERTS[name]
+        sizes = {"num_experts": experts, "num_experts_per_tok": chosen, "moe_intermediate_size": inner}
+        sizes["norm_topk_prob"] = True
+    config_class: Any = transformers.Qwen3MoeConfig if sizes else transformers.Qwen3Config
+    config = config_class(
         hidden_size=hidden,
         intermediate_size=intermediate,
         num_hidden_layers=layers,
@@ -85,8 +89,9 @@ def write_shape(name: str, folder: Path) -> str:
         vocab_size=151936,
         max_position_embeddings=40960,
         dtype="bfloat16",
+        **sizes,
     )
-    config.architectures = ["Qwen3ForCausalLM"]
+    config.architectures = [config_class.__name__.replace("Config", "ForCausalLM")]
     config.save_pretrained(folder)
     return str(folder)
 
@@ -109,11 +114,6 @@ def copy_rate(device: torch.device) -> float:
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def decode_kv_bytes(requests: list[Request], bytes_per_token: int) -> int:
-    """KV that decode has to read: each generated token but the first attends to all before it."""
-    return sum(sum(range(len(r.prompt) + 1, len(r.prompt) + r.output_len)) * bytes_per_token for r in requests)
 
 
 def run_engine(llm: LLM, requests: list[Request], temperature: float, n: int = 1) -> float:
@@ -253,6 +253,7 @@ def report(args: argparse.Namespace, llm: LLM, path: str, start_s: float) -> dic
     output_tokens = args.n * sum(r.output_len for r in batches[0])
     rate = copy_rate(device)
     kv_bytes = args.n * decode_kv_bytes(batches[0], kv_bytes_per_block(spec, dtype, 1))
+    weight_bytes = decode_weight_bytes(decode_batches(batches[0], args.n), spec, dtype)
     result: dict[str, Any] = {
         "workload": args.workload,
         "model": args.model or args.shape,
@@ -266,7 +267,9 @@ def report(args: argparse.Namespace, llm: LLM, path: str, start_s: float) -> dic
         "prompt_tok_s": round(prompt_tokens / elapsed, 1),
         "copy_rate_gb_s": round(rate / 1e9, 1),
         "decode_kv_gb": round(kv_bytes / 1e9, 2),
+        "decode_weights_gb": round(weight_bytes / 1e9, 2),
         "share_of_kv_floor": round(kv_bytes / rate / elapsed, 4),
+        "share_of_floor": round((kv_bytes + weight_bytes) / rate / elapsed, 4),
         "start_s": round(start_s, 2),
         "peak_memory_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if device.type == "cuda" else None,
         "hardware": hardware(device),

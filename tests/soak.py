@@ -250,6 +250,7 @@ class EngineLoad:
         self.figures["idle checks"] += 1
 
     def check_accounting(self) -> None:
+        self.llm.stats()  # any use of the engine clears away what broke off before
         sequences = [seq for request in set(self.llm._requests.values()) for seq in request.sequences]
         self.llm.scheduler.block_manager.check_integrity(sequences)
 

@@ -2,7 +2,13 @@
 
 import json
 
-from nanovllm.bench import Request, decode_kv_bytes, main, mixed_workload, parse_args, uniform_workload
+import pytest
+import torch
+import transformers
+
+from nanovllm.bench import main, mixed_workload, parse_args, uniform_workload, write_shape
+from nanovllm.bench_floor import Request, decode_batches, decode_kv_bytes, decode_weight_bytes, experts_touched
+from nanovllm.models.registry import model_spec
 from tests.helpers import save_random_model, small_config
 
 
@@ -36,6 +42,35 @@ def test_kv_floor_counts_what_each_decode_reads():
     """3 prompt tokens and 4 out: the first comes from prefill, the others attend to 4, 5 and 6 tokens."""
     assert decode_kv_bytes([Request([1, 2, 3], 4)], 10) == 150
     assert decode_kv_bytes([Request([1, 2, 3], 1)], 10) == 0
+
+
+def test_weight_floor_counts_each_step():
+    assert decode_batches([Request([1], 4), Request([1, 2], 2), Request([3], 1)], 1) == [2, 1, 1]
+    assert decode_batches([Request([1], 3)], 5) == [5, 5]
+
+
+@pytest.mark.parametrize(("family", "changes"), [("qwen3", {}), ("qwen3_moe", {"num_experts_per_tok": 8})])
+def test_weight_floor_is_the_size_of_the_matrices(family, changes):
+    """All of them where each token goes through all experts."""
+    config = small_config(family, num_experts=8, moe_intermediate_size=24, mlp_only_layers=[1], **changes)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    matrices = sum(p.numel() for p in model.parameters() if p.dim() > 1) - model.model.embed_tokens.weight.numel()
+    assert decode_weight_bytes([3, 1], model_spec(config), torch.bfloat16) == 2 * 2 * matrices
+
+
+def test_experts_touched():
+    assert experts_touched(1, 128, 8) == pytest.approx(8)
+    counts = [len({i for _ in range(16) for i in torch.randperm(32)[:4].tolist()}) for _ in range(500)]
+    assert experts_touched(16, 32, 4) == pytest.approx(sum(counts) / 500, abs=0.5)
+
+
+def test_shape_with_experts(tmp_path):
+    path = write_shape("qwen3-30b-a3b", tmp_path)
+    spec = model_spec(transformers.AutoConfig.from_pretrained(path))
+    assert (spec.head_dim, spec.num_q_heads, spec.num_kv_heads) == (128, 32, 4)
+    assert (spec.moe.num_experts, spec.moe.top_k, spec.moe.intermediate_size) == (128, 8, 768)
+    assert len(spec.moe.layers) == spec.num_layers == 48
+    assert 30e9 < decode_weight_bytes([10**6], spec, torch.int8) + spec.vocab_size * spec.hidden_size < 31e9
 
 
 def test_bench_runs_and_ends_with_json(tmp_path, capsys):

@@ -217,7 +217,7 @@ def load_model(spec: DecoderSpec, build: Build, config: Config, checkpoint: Chec
     if config.load_format == "dummy":
         fill_with_random_weights(model, config.seed)
     else:
-        load_weights(model, checkpoint.weights(), str(checkpoint.path))
+        load_weights(model, checkpoint.weights(build.device), str(checkpoint.path))
     optimize_linears(model, build.ops)
     return model
 

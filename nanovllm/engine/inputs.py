@@ -4,6 +4,7 @@ import struct
 from collections.abc import Iterable, Mapping, Set
 from collections.abc import Sequence as Seq
 from numbers import Integral
+from operator import countOf
 from typing import Any
 
 from nanovllm.engine.step import int32_array
@@ -120,10 +121,12 @@ def _integers(ids: list[Any], name: str) -> tuple[list[int], int, int]:
         smallest, largest = int(values.min()), int(values.max())
         if smallest > 1:  # otherwise True and False may be among them
             return values.tolist(), smallest, largest
-    for i in ids:
-        if isinstance(i, bool) or not isinstance(i, Integral):
-            raise TypeError(f"{name}: token ids must be integers, got {i!r}")
-    plain = [int(i) for i in ids]
+    plain = ids
+    if countOf(map(type, ids), int) < len(ids):
+        for i in ids:
+            if isinstance(i, bool) or not isinstance(i, Integral):
+                raise TypeError(f"{name}: token ids must be integers, got {i!r}")
+        plain = [int(i) for i in ids]
     return plain, min(plain), max(plain)
 
 

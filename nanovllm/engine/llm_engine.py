@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -20,7 +20,10 @@ from nanovllm.engine.request import Output, Request, StreamOutput, make_request,
 from nanovllm.engine.scheduler import Batch
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.collector import collector_frozen, collector_off
 from nanovllm.utils.progress import Progress
+
+WAKE_UP_S = 2e-4  # in which a thread wakes up for a lock that has become free
 
 Messages = Seq[Mapping[str, Any]]
 
@@ -52,8 +55,11 @@ class LLMEngine:
         self._next_seq_id = 0
         self._requests: dict[int, Request] = {}  # unfinished ones, by each of their sequences' ids
         self._finished: list[Request] = []  # of `add_request`, not yet reported by `step`
+        self._abandoned: deque[Request] = deque()  # of calls that broke off, to be aborted by the next use
+        self._num_ended = 0  # requests that finished or were aborted
         self._seconds = 0.0  # spent in steps
-        self._lock = threading.RLock()
+        self._lock: Any = threading.RLock()  # of whoever uses the engine
+        self._waiting: set[int] = set()  # threads that wait for it
         self._pid = os.getpid()
         self._broken = False  # something broke off that left sequences and pool in disagreement
         self._closed = False
@@ -80,7 +86,7 @@ class LLMEngine:
                 self._enqueue(ids, self._inputs.params(sampling_params, "request"), requests, by_step=True)
             return requests[0].request_id
         except BaseException:
-            self._give_up(requests)  # its id never reached the caller
+            self._abandoned.extend(requests)  # its id never reached the caller
             raise
 
     def step(self) -> tuple[list[tuple[int, list[int]]], int]:
@@ -115,7 +121,8 @@ class LLMEngine:
             request = self._requests.get(seq_id)
             if request is None or request.request_id != seq_id:
                 return False
-            self._abort([request])
+            self._abandoned.append(request)
+            self._abort_abandoned()
             return True
 
     def stats(self) -> dict[str, float]:
@@ -169,14 +176,16 @@ class LLMEngine:
         Raises:
             TypeError, ValueError: naming the prompt and what is wrong with it; nothing has run then.
         """
-        checked = self._checked(prompts, sampling_params)
         requests: list[Request] = []
         try:
-            self._enqueue_all(checked, requests)
-            self._run(requests, use_tqdm)
+            with ExitStack() as run:
+                with collector_off():
+                    self._enqueue_all(self._checked(prompts, sampling_params), requests)
+                    run.enter_context(collector_frozen())  # first: switched on again, it would look at all of it
+                self._run(requests, use_tqdm)
             return [request.output() for request in requests]
         except BaseException:
-            self._give_up(requests)  # nothing of this call may be answered in the next
+            self._abandoned.extend(requests)  # nothing of this call may be answered in the next
             raise
 
     def stream(
@@ -231,12 +240,13 @@ class LLMEngine:
         """
         if os.getpid() != self._pid:
             return
-        with self._lock:
+        with self._hold():
             if self._closed:
                 return
             self._closed = True
             self._requests.clear()
             self._finished.clear()
+            self._abandoned.clear()
             self._in_flight.clear()
             self.model_runner.drop_graphs()
             del self.model_runner, self.scheduler
@@ -252,17 +262,31 @@ class LLMEngine:
 
     @contextmanager
     def _open(self) -> Iterator[None]:
+        """Hold the engine for this thread, in good order: whatever broke off before is mended and cleared away."""
+        with self._hold():
+            if self._closed:
+                raise RuntimeError("this LLM has been closed")
+            if self._broken:
+                self._recover()
+            self._abort_abandoned()
+            yield
+
+    @contextmanager
+    def _hold(self) -> Iterator[None]:
         """Hold the engine for this thread. Threads take turns by steps, so several may generate at the same time."""
         if os.getpid() != self._pid:  # before the lock, which another thread may have held during the fork
             raise RuntimeError(
                 f"this LLM belongs to process {self._pid} and cannot be used in a process forked from it "
                 f"({os.getpid()}): make an LLM there, or start the process with multiprocessing's 'spawn' method"
             )
+        if self._lock._is_owned():
+            raise RuntimeError("this LLM is in the middle of a call: a signal handler cannot use it")
+        thread = threading.get_ident()
+        self._waiting.add(thread)
+        if len(self._waiting) > 1:
+            time.sleep(WAKE_UP_S)  # or a thread that steps and steps would take the lock again before who waits
         with self._lock:
-            if self._closed:
-                raise RuntimeError("this LLM has been closed")
-            if self._broken:
-                self._recover()
+            self._waiting.discard(thread)
             yield
 
     # ---- inside --------------------------------------------------------------------------------------------
@@ -317,8 +341,10 @@ class LLMEngine:
         """Forget ended sequences; requests of which none is left are finished."""
         for seq in ended:
             request = self._requests[seq.seq_id]
-            if request.by_step and request.finished and request not in self._finished:
-                self._finished.append(request)
+            if request.finished:
+                self._num_ended += 1
+                if request.by_step and request not in self._finished:
+                    self._finished.append(request)
             del self._requests[seq.seq_id]
 
     def _recover(self) -> None:
@@ -341,13 +367,14 @@ class LLMEngine:
 
     def _run(self, requests: list[Request], use_tqdm: bool) -> None:
         """Step until all of `requests` are finished."""
-        left = list(requests)
+        left, num_ended = list(requests), -1
         with Progress(len(requests), use_tqdm) as progress:
             while left:
-                batch = self._step_for(left)
-                still_left = [request for request in left if not request.finished]
-                progress.update(batch, len(left) - len(still_left))
-                left = still_left
+                batch, num_left = self._step_for(left), len(left)
+                if self._num_ended != num_ended:  # by whatever thread
+                    num_ended = self._num_ended
+                    left = [request for request in left if not request.finished]
+                progress.update(batch, num_left - len(left))
 
     def _step_for(self, requests: list[Request]) -> Batch:
         """One step, unless another thread's steps finished all of `requests`."""
@@ -363,31 +390,23 @@ class LLMEngine:
                 for index, request in enumerate(requests):
                     yield from request.increments(index)
         finally:
-            self._give_up(requests)
+            self._abandoned.extend(requests)
 
-    def _give_up(self, requests: list[Request]) -> None:
-        """Abort these, come what may: an impatient second Ctrl-C only makes this start over."""
-        if os.getpid() != self._pid:
-            return  # a generator that a fork copied is closed there, too
-        while True:
-            try:
-                with self._lock:
-                    if not self._closed:
-                        with self._open():
-                            self._abort(requests)
-                return
-            except KeyboardInterrupt:
-                continue
+    def _abort_abandoned(self) -> None:
+        while self._abandoned:
+            self._abort(self._abandoned[0])
+            self._abandoned.popleft()
 
-    def _abort(self, requests: list[Request]) -> None:
-        """End what is unfinished of these requests and forget them all."""
+    def _abort(self, request: Request) -> None:
+        """End what is unfinished of a request and forget it; to be done again if it breaks off."""
         self._broken = True
-        for request in requests:
-            for seq in request.sequences:
-                if seq.status is not Status.FINISHED:
-                    self.scheduler.finish(seq, "abort")
-                self._requests.pop(seq.seq_id, None)
-        self._finished = [request for request in self._finished if request not in requests]
+        for seq in request.sequences:
+            if seq.status is not Status.FINISHED:
+                self.scheduler.finish(seq, "abort")
+            self._requests.pop(seq.seq_id, None)
+        self._num_ended += 1
+        if request in self._finished:
+            self._finished.remove(request)
         self._broken = False
 
 

@@ -182,11 +182,14 @@ def _decode_kernel(
         )  # fmt: skip
 
 
-def tile_config(head_dim: int, itemsize: int, block_size: int) -> tuple[int, int, int]:
-    """(keys, warps, pipeline stages) of a program, as measured on an H200; the keys divide a plan's grain."""
+def tile_config(head_dim: int, itemsize: int, block_size: int, shared: bool) -> tuple[int, int, int]:
+    """(keys, warps, pipeline stages) of a program, as measured on an H200; the keys divide a plan's grain.
+
+    What is left of a sequence after a shared prefix is short: several small programs a multiprocessor read it faster.
+    """
     if itemsize == 4:  # exact float32 runs on the FMA units and holds twice the bytes in shared memory
         return (32, 4, 2) if head_dim <= 128 else (16, 4, 2)
-    if head_dim > 128:
+    if head_dim > 128 or (shared and block_size % 32 == 0):
         return 32, 2, 3
     return 64, 2, 3 if block_size % 64 == 0 else 5  # a gather's table loads take every other stage
 
@@ -218,11 +221,11 @@ def paged_decode(
     _, block_size, num_kv_heads, _ = k_cache.shape
     block_stride, token_stride, head_stride, _ = k_cache.stride()
     group = num_q_heads // num_kv_heads
-    block_n, num_warps, num_stages = config or tile_config(head_dim, q.element_size(), block_size)
+    block_n, num_warps, num_stages = config or tile_config(head_dim, q.element_size(), block_size, shared)
     padded_group, padded_dim = triton.next_power_of_2(group), triton.next_power_of_2(head_dim)
     if out is None:
         out = torch.empty((batch, num_q_heads, head_dim), dtype=q.dtype, device=q.device)
-    _decode_kernel[(num_kv_heads, plan.max_items(batch))](
+    _decode_kernel[(num_kv_heads, plan.max_items(batch, shared))](
         q,
         k_cache,
         v_cache,

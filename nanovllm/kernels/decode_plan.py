@@ -17,6 +17,7 @@ from nanovllm.kernels.shared_prefixes import SharedPrefixes
 # window), or the first of the sequence's shared parts and their number
 ITEM_FIELDS = 8
 PROGRAMS_PER_CORE = 2  # of a wave, a multiprocessor: one reads too slowly, more cut splits whose merging costs more
+MIN_SPLIT = 256  # keys, where there are work items enough: merging costs more than uneven lengths
 SPREAD = 2  # work items a sequence, beyond the one wave, that even out lengths
 
 
@@ -42,11 +43,12 @@ def _hidden(length, hidden_ptr, seq, mask, WINDOW: tl.constexpr, SHARED: tl.cons
 
 
 @triton.jit(
-    do_not_specialize=["batch", "target_items", "first_slot"],
+    do_not_specialize=["batch", "target_items", "min_split", "first_slot"],
     do_not_specialize_on_alignment=["rows_ptr", "context_lens_ptr", "hidden_ptr", "bases_ptr", "parts_ptr"],
 )
 def _plan_kernel(
-    items_ptr, count_ptr, rows_ptr, context_lens_ptr, hidden_ptr, bases_ptr, parts_ptr, batch, target_items, first_slot,
+    items_ptr, count_ptr, rows_ptr, context_lens_ptr, hidden_ptr, bases_ptr, parts_ptr, batch, target_items,
+    min_split, first_slot,
     GRAIN: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr, WINDOW: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     """One program a sequence: write the sequence's work items; program 0 also their number over the batch.
@@ -61,7 +63,7 @@ def _plan_kernel(
         index = chunk + lanes
         lengths = tl.load(context_lens_ptr + index, mask=index < batch, other=0)
         total += lengths - _hidden(lengths, hidden_ptr, index, index < batch, WINDOW, SHARED, GRAIN)
-    split = (tl.maximum(tl.cdiv(tl.cdiv(tl.sum(total), target_items), GRAIN), 1) * GRAIN).to(tl.int32)
+    split = tl.cdiv(tl.maximum(tl.cdiv(tl.sum(total), target_items), min_split), GRAIN).to(tl.int32) * GRAIN
 
     before = tl.zeros([CHUNK], tl.int32)
     count = tl.zeros([CHUNK], tl.int32)
@@ -144,13 +146,17 @@ class DecodePlan:
         """For layers that see the last `window` keys only: a work list of its own in the same workspace."""
         return replace(self, items=self.items.clone(), count=self.count.clone(), window=window)
 
-    def max_items(self, batch: int) -> int:
-        """Bound on a batch's work items: one wave, SPREAD a sequence, and one that each sequence's rounding may add."""
-        return self.wave + (SPREAD + 1) * batch
+    def max_items(self, batch: int, shared: bool = False) -> int:
+        """Bound on a batch's work items: one wave, SPREAD a sequence, and one that each sequence's rounding may add.
 
-    def max_shared_items(self, batch: int) -> int:
-        """Bound on the work items of the pass over shared prefixes: one wave, and one tile a sequence."""
-        return self.wave + batch
+        What is left of a sequence after its shared prefix is short.
+        """
+        return self.wave + (1 if shared else SPREAD) * batch + batch
+
+    @property
+    def shared_wave(self) -> int:
+        """Programs a KV head of the pass over shared prefixes: one a multiprocessor leaves room for the other pass."""
+        return -(-self.wave // PROGRAMS_PER_CORE)
 
     def update(
         self, rows: torch.Tensor, context_lens: torch.Tensor, shared: SharedPrefixes[torch.Tensor] | None = None
@@ -171,7 +177,8 @@ class DecodePlan:
             shared.bases if shared else rows,
             shared.parts if shared else rows,
             batch,
-            self.max_items(batch) - batch,
+            self.max_items(batch, shared is not None) - batch,
+            MIN_SPLIT if batch >= 2 * self.wave else self.grain,
             self.capacity,
             GRAIN=self.grain,
             CHUNK=256,

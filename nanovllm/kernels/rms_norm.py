@@ -28,8 +28,10 @@ def _rms_norm_kernel(
         tl.extra.cuda.gdc_wait()
     x = tl.load(x_ptr + offsets, mask=mask, other=0.0)
     if PARTS > 1:
+        x = x.to(tl.float32)
         for part in tl.static_range(1, PARTS):
-            x += tl.load(x_ptr + (part * tl.num_programs(0) + token) * HIDDEN + columns, mask=mask, other=0.0)
+            other = tl.load(x_ptr + (part * tl.num_programs(0) + token) * HIDDEN + columns, mask=mask, other=0.0)
+            x += other.to(tl.float32)
         x = x.to(out_ptr.dtype.element_ty)  # as if it had come in one piece
     if ADD:
         residual = tl.load(residual_ptr + offsets, mask=mask, other=0.0)
@@ -91,7 +93,8 @@ def add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`reference.add_rms_norm` of contiguous x, residual [num_tokens, hidden]: the sum overwrites `residual`.
 
-    x may be float32 parts [parts, num_tokens, hidden] of `split_gemm.split_linear`: their sum is rounded first.
+    x may be parts [parts, num_tokens, hidden], of `split_gemm.split_linear` or `moe.moe`: they are added up in float32
+    and their sum is rounded first.
     `num_warps` and `pdl` as in `rms_norm`.
     """
     return _launch(x, residual, weight, eps, True, num_warps, pdl), residual

@@ -30,7 +30,7 @@ def _shared_kernel(
     BLOCK_SIZE: tl.constexpr, PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr, FIELDS: tl.constexpr,
     TMA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: one KV head and one work item. Row r of its tile is query head r % GROUP of member r // GROUP.
+    """One program: one KV head and some work items. Row r of a tile is query head r % GROUP of member r // GROUP.
 
     `k_tiles`, `v_tiles`, TMA: as for prefill attention. Dependents are let go after the wait: they may count on all
     that this kernel waited for.
@@ -39,59 +39,57 @@ def _shared_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     kv_head = tl.program_id(0)
-    item = tl.program_id(1)
-    if item >= tl.load(count_ptr):
-        return
-    record = items_ptr + item * FIELDS
-    table = table_ptr + tl.load(record).to(tl.int64) * table_stride
-    start = tl.load(record + 1)
-    end = tl.load(record + 2)
-    part = tl.load(record + 3)
-    members = members_ptr + tl.load(record + 4)
-    num_members = tl.load(record + 5)
-
     dims = tl.arange(0, BLOCK_D)
     lanes = tl.arange(0, BLOCK_N)
     rows = tl.arange(0, BLOCK_M)
-    live = rows < num_members * GROUP
-    head = kv_head * GROUP + rows % GROUP
-    seq = tl.load(members + rows // GROUP, mask=live, other=0)
-    mask = live[:, None] & (dims < HEAD_DIM)[None, :]
-    q_offsets = seq.to(tl.int64) * Q_TOKEN_STRIDE + head * Q_HEAD_STRIDE
-    q = tl.load(q_ptr + q_offsets[:, None] + dims[None, :], mask=mask, other=0.0)
     k_base = k_ptr + kv_head.to(tl.int64) * KV_HEAD_STRIDE
     v_base = v_ptr + kv_head.to(tl.int64) * KV_HEAD_STRIDE
+    head = kv_head * GROUP + rows % GROUP
+    for item in range(tl.program_id(1), tl.load(count_ptr), tl.num_programs(1)):
+        record = items_ptr + item * FIELDS
+        table = table_ptr + tl.load(record).to(tl.int64) * table_stride
+        start = tl.load(record + 1)
+        end = tl.load(record + 2)
+        part = tl.load(record + 3)
+        members = members_ptr + tl.load(record + 4)
+        num_members = tl.load(record + 5)
 
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
-    if BLOCK_SIZE % BLOCK_N == 0:
-        block = tl.load(table + start // BLOCK_SIZE)
-    for tile_start in tl.range(start, end, BLOCK_N, num_stages=NUM_STAGES):
-        if TMA:
-            slot = block * BLOCK_SIZE + tile_start % BLOCK_SIZE
-            block = tl.load(table + tl.minimum(tile_start + BLOCK_N, end - 1) // BLOCK_SIZE)
-            k = k_tiles.load([slot, kv_head * HEAD_DIM]).T
-            v = v_tiles.load([slot, kv_head * HEAD_DIM])
-        else:
-            if BLOCK_SIZE % BLOCK_N == 0:  # the tile lies inside one block, and a run of keys is whole tiles
-                offsets = block.to(tl.int64) * KV_BLOCK_STRIDE + (tile_start % BLOCK_SIZE + lanes) * KV_TOKEN_STRIDE
+        live = rows < num_members * GROUP
+        seq = tl.load(members + rows // GROUP, mask=live, other=0)
+        mask = live[:, None] & (dims < HEAD_DIM)[None, :]
+        q_offsets = seq.to(tl.int64) * Q_TOKEN_STRIDE + head * Q_HEAD_STRIDE
+        q = tl.load(q_ptr + q_offsets[:, None] + dims[None, :], mask=mask, other=0.0)
+
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        row_sum = tl.zeros([BLOCK_M], tl.float32)
+        if BLOCK_SIZE % BLOCK_N == 0:
+            block = tl.load(table + start // BLOCK_SIZE)
+        for tile_start in tl.range(start, end, BLOCK_N, num_stages=NUM_STAGES):
+            if TMA:
+                slot = block * BLOCK_SIZE + tile_start % BLOCK_SIZE
                 block = tl.load(table + tl.minimum(tile_start + BLOCK_N, end - 1) // BLOCK_SIZE)
-            else:  # lanes past the end read the last key again
-                keys = tl.minimum(tile_start + lanes, end - 1)
-                blocks = tl.load(table + keys // BLOCK_SIZE)
-                offsets = blocks.to(tl.int64) * KV_BLOCK_STRIDE + (keys % BLOCK_SIZE) * KV_TOKEN_STRIDE
-            k = tl.load(k_base + offsets[None, :] + dims[:, None], mask=(dims < HEAD_DIM)[:, None], other=0.0)
-            v = tl.load(v_base + offsets[:, None] + dims[None, :], mask=(dims < HEAD_DIM)[None, :], other=0.0)
-        scores = tl.dot(q, k, input_precision=PRECISION)
-        if BLOCK_SIZE % BLOCK_N != 0:
-            scores = tl.where((tile_start + lanes < end)[None, :], scores, float("-inf"))
-        acc, row_max, row_sum = add_tile(scores, v, acc, row_max, row_sum, SCALE_LOG2, PRECISION)
+                k = k_tiles.load([slot, kv_head * HEAD_DIM]).T
+                v = v_tiles.load([slot, kv_head * HEAD_DIM])
+            else:
+                if BLOCK_SIZE % BLOCK_N == 0:  # the tile lies inside one block, and a run of keys is whole tiles
+                    offsets = block.to(tl.int64) * KV_BLOCK_STRIDE + (tile_start % BLOCK_SIZE + lanes) * KV_TOKEN_STRIDE
+                    block = tl.load(table + tl.minimum(tile_start + BLOCK_N, end - 1) // BLOCK_SIZE)
+                else:  # lanes past the end read the last key again
+                    keys = tl.minimum(tile_start + lanes, end - 1)
+                    blocks = tl.load(table + keys // BLOCK_SIZE)
+                    offsets = blocks.to(tl.int64) * KV_BLOCK_STRIDE + (keys % BLOCK_SIZE) * KV_TOKEN_STRIDE
+                k = tl.load(k_base + offsets[None, :] + dims[:, None], mask=(dims < HEAD_DIM)[:, None], other=0.0)
+                v = tl.load(v_base + offsets[:, None] + dims[None, :], mask=(dims < HEAD_DIM)[None, :], other=0.0)
+            scores = tl.dot(q, k, input_precision=PRECISION)
+            if BLOCK_SIZE % BLOCK_N != 0:
+                scores = tl.where((tile_start + lanes < end)[None, :], scores, float("-inf"))
+            acc, row_max, row_sum = add_tile(scores, v, acc, row_max, row_sum, SCALE_LOG2, PRECISION)
 
-    slot = first_slot + tl.load(bases_ptr + seq, mask=live, other=0) + part
-    offsets = slot.to(tl.int64) * (NUM_KV_HEADS * GROUP) + head
-    tl.store(partial_ptr + offsets[:, None] * HEAD_DIM + dims[None, :], acc / row_sum[:, None], mask=mask)
-    tl.store(lse_ptr + offsets, row_max * SCALE_LOG2 + tl.log2(row_sum), mask=live)
+        place = first_slot + tl.load(bases_ptr + seq, mask=live, other=0) + part
+        places = place.to(tl.int64) * (NUM_KV_HEADS * GROUP) + head
+        tl.store(partial_ptr + places[:, None] * HEAD_DIM + dims[None, :], acc / row_sum[:, None], mask=mask)
+        tl.store(lse_ptr + places, row_max * SCALE_LOG2 + tl.log2(row_sum), mask=live)
 
 
 def tile_config(group: int, head_dim: int, itemsize: int, block_size: int) -> tuple[int, int, int, int]:
@@ -123,14 +121,14 @@ def shared_parts(
     tma: fetch keys and values through the copy engine; by default wherever it can
     config: `tile_config`'s, for tuning
     """
-    batch, num_q_heads, head_dim = q.shape
+    _, num_q_heads, head_dim = q.shape
     _, block_size, num_kv_heads, _ = k_cache.shape
     block_stride, token_stride, head_stride, _ = k_cache.stride()
     group = num_q_heads // num_kv_heads
     rows, keys, num_warps, num_stages = config or tile_config(group, head_dim, q.element_size(), block_size)
     if tma is None:
         tma = q.is_cuda and torch.cuda.get_device_capability(q.device) >= (9, 0) and can_use_tma(k_cache)
-    _shared_kernel[(num_kv_heads, plan.max_shared_items(batch))](
+    _shared_kernel[(num_kv_heads, plan.shared_wave)](
         q,
         k_cache,
         v_cache,

@@ -14,7 +14,7 @@ OVERLAP_ROWS = 256
 
 @dataclass(frozen=True)
 class Ops:
-    """Signatures and shapes are documented in `nanovllm.kernels.reference`."""
+    """Signatures and shapes are documented in `nanovllm.kernels.reference` and, of `moe`, in `moe_reference`."""
 
     rms_norm: Callable[..., torch.Tensor]
     add_rms_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -22,13 +22,14 @@ class Ops:
     norm_rope_store: Callable[..., torch.Tensor]
     gumbel_sample: Callable[..., torch.Tensor]
     decode_inputs: Callable[..., Any]
+    moe: Callable[..., torch.Tensor]  # its result as it is, or as parts for add_rms_norm
     small_linear: Callable[..., torch.Tensor] | None = None  # x [1..SMALL_ROWS, in], weight, bias; None: not faster
     split_linear: Callable[..., torch.Tensor] | None = None  # x, weight to parts for add_rms_norm; None: not faster
 
 
 def torch_ops() -> Ops:
     """Plain torch: the CPU's own path, and what the kernels are tested against."""
-    from nanovllm.kernels import reference
+    from nanovllm.kernels import moe_reference, reference
 
     return Ops(
         reference.rms_norm,
@@ -37,6 +38,7 @@ def torch_ops() -> Ops:
         reference.norm_rope_store,
         reference.gumbel_sample,
         reference.decode_inputs,
+        moe_reference.moe,
     )
 
 
@@ -47,6 +49,7 @@ def triton_ops(device: torch.device, dtype: torch.dtype) -> Ops:
     before ends, and waits for its results only where it needs them.
     """
     from nanovllm.kernels.decode_inputs import decode_inputs
+    from nanovllm.kernels.moe import moe
     from nanovllm.kernels.norm_rope_store import norm_rope_store
     from nanovllm.kernels.rms_norm import add_rms_norm, rms_norm
     from nanovllm.kernels.sampling import gumbel_sample
@@ -55,7 +58,7 @@ def triton_ops(device: torch.device, dtype: torch.dtype) -> Ops:
     from nanovllm.kernels.split_gemm import split_linear
 
     if not has_dependent_launch(device) or dtype == torch.float32:
-        return Ops(rms_norm, add_rms_norm, silu_mul, norm_rope_store, gumbel_sample, decode_inputs)
+        return Ops(rms_norm, add_rms_norm, silu_mul, norm_rope_store, gumbel_sample, decode_inputs, moe)
     return Ops(
         _overlapping(rms_norm),
         _overlapping(add_rms_norm),
@@ -63,6 +66,7 @@ def triton_ops(device: torch.device, dtype: torch.dtype) -> Ops:
         _overlapping(norm_rope_store),
         gumbel_sample,
         decode_inputs,
+        _overlapping(moe),
         _overlapping(small_linear),
         _overlapping(split_linear),
     )

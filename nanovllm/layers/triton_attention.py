@@ -51,7 +51,7 @@ class TritonAttention:
         plan = DecodePlan.create(max_num_seqs, num_q_heads, num_kv_heads, head_dim, device, share)
         self.shared: SharedPrefixes[torch.Tensor] | None = None
         if share:
-            self.shared = SharedPrefixes.allocate(max_num_seqs, plan.max_shared_items(max_num_seqs), device)
+            self.shared = SharedPrefixes.allocate(max_num_seqs, plan.shared_wave + max_num_seqs, device)
         self._decode_plans = {window: plan.with_window(window) if window else plan for window in windows}
 
     def plan(self, inputs: "StepInput", rows: torch.Tensor, context_lens: torch.Tensor, step: "Step") -> TritonPlan:

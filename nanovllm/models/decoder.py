@@ -1,4 +1,4 @@
-"""The dense decoder that the families share: pre-norm attention and gated MLP on a residual stream.
+"""The decoder that the families share: pre-norm attention and gated MLP, or experts, on a residual stream.
 
 A family differs from another in `DecoderSpec`; what a checkpoint tensor is called follows from the module tree.
 """
@@ -14,13 +14,14 @@ from nanovllm.layers.attention import AttentionBackend
 from nanovllm.layers.embed_head import Embedding, LMHead
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import Linear
+from nanovllm.layers.moe import MoE, MoESpec
 from nanovllm.layers.ops import Ops
 from nanovllm.layers.rotary_embedding import build_cos_sin
 
 
 @dataclass(frozen=True)
 class DecoderSpec:
-    """Shapes and switches of a dense decoder."""
+    """Shapes and switches of a decoder."""
 
     hf_config: Any
     vocab_size: int
@@ -36,9 +37,10 @@ class DecoderSpec:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    moe: MoESpec | None = None
 
     @classmethod
-    def from_config(cls, hf_config: Any, **switches: bool) -> "DecoderSpec":
+    def from_config(cls, hf_config: Any, **switches: Any) -> "DecoderSpec":
         """Spec from a transformers config.
 
         Raises:
@@ -142,7 +144,10 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(*norm)
         self.self_attn = Attention(spec, layer, build, cos_sin)
         self.post_attention_layernorm = RMSNorm(*norm)
-        self.mlp = MLP(spec, build)
+        if spec.moe is not None and layer in spec.moe.layers:
+            self.mlp: nn.Module = MoE(spec.hidden_size, spec.moe, build.dtype, build.device, build.ops)
+        else:
+            self.mlp = MLP(spec, build)
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, step: Step, wanted: torch.Tensor | None = None

@@ -7,11 +7,13 @@ from nanovllm.models.decoder import DecoderSpec
 from nanovllm.models.llama import llama_spec
 from nanovllm.models.qwen2 import qwen2_spec
 from nanovllm.models.qwen3 import qwen3_spec
+from nanovllm.models.qwen3_moe import qwen3_moe_spec
 
 FAMILIES: dict[str, Callable[[Any], DecoderSpec]] = {
     "LlamaForCausalLM": llama_spec,
     "Qwen2ForCausalLM": qwen2_spec,
     "Qwen3ForCausalLM": qwen3_spec,
+    "Qwen3MoeForCausalLM": qwen3_moe_spec,
 }
 
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from nanovllm.utils.hub import is_gguf, resolve_model
-from nanovllm.utils.loader import safetensors_weights
+from nanovllm.utils.safetensors_files import safetensors_weights
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
@@ -23,8 +23,8 @@ class Checkpoint(Protocol):
         """The transformers config."""
         ...
 
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(Hugging Face name, tensor) of every tensor, one at a time."""
+    def weights(self, device: torch.device | str = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
+        """(Hugging Face name, tensor on `device`) of every tensor, one at a time."""
         ...
 
     def tokenizer(self) -> Any:
@@ -63,8 +63,8 @@ class FolderCheckpoint:
         except Exception as error:  # transformers validates with many exception types
             raise ValueError(f"{self.path / 'config.json'}: transformers cannot read it: {error}") from error
 
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return safetensors_weights(self.path)
+    def weights(self, device: torch.device | str = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
+        return safetensors_weights(self.path, torch.device(device))
 
     def tokenizer(self) -> Any:
         if not any((self.path / name).is_file() for name in TOKENIZER_FILES):

@@ -97,8 +97,8 @@ class GGUFCheckpoint:
         except Exception as error:  # transformers validates with many exception types
             raise ValueError(f"{self.path}: transformers refuses the config: {error}") from error
 
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(Hugging Face name, tensor) of every tensor, dequantised one at a time.
+    def weights(self, device: torch.device | str = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
+        """(Hugging Face name, tensor on `device`) of every tensor, dequantised one at a time on the CPU.
 
         Quantised tensors come in float32, others in the type that they are stored in.
 
@@ -106,7 +106,7 @@ class GGUFCheckpoint:
             ValueError: a tensor whose name is unknown, or of a type that cannot be dequantised.
         """
         for info, name in self._named_tensors():
-            tensor = self._read(info)
+            tensor = self._read(info).to(device)
             yield name, self._unpermuted(info, tensor) if self._architecture == "llama" else tensor
 
     def names(self) -> list[str]:

@@ -281,6 +281,7 @@ def test_interrupt_between_steps_leaves_nothing_behind_and_keeps_what_is_not_its
             patch.setattr(owner, name, interrupted)
             with pytest.raises(KeyboardInterrupt):
                 engine.generate([[1, 2], [3, 4], [5, 6]], GREEDY, use_tqdm=False)
+        assert not engine.is_finished()
         assert set(engine._requests) <= {other}
         done = []
         while not engine.is_finished():

@@ -4,6 +4,7 @@ A trace function counts the lines of nanovllm/ that a call executes and raises K
 takes a sample of the lines; NANOVLLM_ALL_INTERRUPTS=1 takes every one.
 """
 
+import gc
 import os
 import random
 
@@ -58,6 +59,8 @@ def drain(llm):
 def check_idle(llm):
     assert llm.is_finished()
     assert not llm._requests
+    assert gc.isenabled()
+    assert not gc.get_freeze_count()
     llm.scheduler.block_manager.check_integrity([])
     assert sorted(llm.scheduler._free_rows) == [0, 1, 2]
 
@@ -79,8 +82,8 @@ def test_interrupt_at_any_line(llm, call):
         interrupter = Interrupter(at)
         with pytest.raises(KeyboardInterrupt):
             interrupter.run(lambda: call(llm))
-        assert {r.request_id for r in llm._requests.values()} <= set(others), interrupter.where
         llm.stats()  # any use mends what broke off
+        assert {r.request_id for r in llm._requests.values()} <= set(others), interrupter.where
         sequences = [seq for request in set(llm._requests.values()) for seq in request.sequences]
         llm.scheduler.block_manager.check_integrity(sequences)
         assert generate(llm) == expected, interrupter.where

@@ -185,6 +185,53 @@ def test_step_reports_nothing_of_what_another_thread_generates(llm, expected):
     assert llm.is_finished()
 
 
+def test_thread_that_steps_for_nothing_keeps_no_other_from_its_turn(llm, expected):
+    with ThreadPoolExecutor(2) as pool:
+        others = [pool.submit(lambda: [tokens(llm, prompt) for prompt in PROMPTS]) for _ in range(2)]
+        num_steps = 0
+        while not all(other.done() for other in others):
+            assert llm.step()[0] == []
+            num_steps += 1
+            assert num_steps < 20_000
+        assert [other.result() for other in others] == [expected] * 2
+
+
+def test_use_from_within_a_call_is_refused(llm, expected, monkeypatch):
+    """As a signal handler would: what it interrupts is half done."""
+    launch, refusals = llm.model_runner.launch, []
+
+    def interrupted(inputs):
+        for call in (llm.step, llm.close, lambda: tokens(llm, PROMPTS[1])):
+            with pytest.raises(RuntimeError, match="in the middle of a call"):
+                call()
+            refusals.append(call)
+        return launch(inputs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.model_runner, "launch", interrupted)
+        assert tokens(llm, PROMPTS[0]) == expected[0]
+    assert len(refusals) == 3 * 12
+    assert tokens(llm, PROMPTS[1]) == expected[1]
+
+
+def test_stream_that_the_collector_finds_in_the_middle_of_a_step_is_dropped_by_the_next(llm, expected, monkeypatch):
+    streams = [llm.stream(PROMPTS[1], GREEDY)]
+    next(streams[0])
+    schedule = llm.scheduler.schedule
+
+    def dropping():
+        batch = schedule()
+        streams.clear()  # closes it
+        return batch
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.scheduler, "schedule", dropping)
+        assert tokens(llm, PROMPTS[0]) == expected[0]
+    stats = llm.stats()
+    assert (stats["running"], stats["waiting"], stats["kv_blocks_used"]) == (0, 0, 0)
+    assert not llm._requests
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*")
 def test_use_in_a_forked_child_is_refused_and_harms_nothing(llm, expected):

@@ -35,8 +35,8 @@ def llm(folder):
 
 
 def idle(llm):
-    llm.scheduler.block_manager.check_integrity([])
     assert llm.is_finished()
+    llm.scheduler.block_manager.check_integrity([])
     assert not llm._requests
     return True
 

@@ -51,7 +51,7 @@ def fill_cache(tables, lens, block_size, num_kv_heads, head_dim, dtype):
 
 def find(tables, lens, rows, plan, max_batch, group, block_size):
     """The host's work list, on the device; the threshold is lowered to a single byte."""
-    finder = SharedPrefixFinder(max_batch, plan.max_shared_items(max_batch), group, block_size, 2**40)
+    finder = SharedPrefixFinder(max_batch, plan.shared_wave + max_batch, group, block_size, 2**40)
     items = []
     for i, (table, n, row) in enumerate(zip(tables, lens, rows.tolist(), strict=True)):
         seq = Sequence(i, [0] * n, SamplingParams(), n + 1, 0)
@@ -113,7 +113,7 @@ def test_a_tree_of_prefixes_next_to_sequences_that_share_nothing():
     assert hidden == [0] + [128] * 19 + [128 + 256] * 20 + [0] + [1120] * 2 + [0] * 3
 
 
-@pytest.mark.parametrize(("wave", "parts"), [(1, 1), (2, 2), (5, 4), (50, 4)])
+@pytest.mark.parametrize(("wave", "parts"), [(2, 1), (4, 2), (10, 4), (100, 4)])
 def test_long_runs_are_split_as_the_gpu_and_the_workspace_have_room(wave, parts):
     found = check([(0, 6, 64)], [9] * 6, 2, 1, 64, 16, torch.float32, wave)
     assert found.parts[:9].tolist() == [parts] * 6 + [0] * 3
