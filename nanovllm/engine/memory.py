@@ -58,7 +58,7 @@ def check_sizes(spec: DecoderSpec, limits: Limits, dtype: torch.dtype, free_byte
     parts = {
         "weights": weights * dtype.itemsize,
         f"rotary tables for max_model_len {limits.max_model_len}": 4 * spec.head_dim * limits.max_model_len,
-        f"tables of max_num_seqs {limits.max_num_seqs}": limits.max_num_seqs * (64 + limits.max_model_len // 64),
+        f"tables of max_num_seqs {limits.max_num_seqs}": limits.max_num_seqs * limits.max_model_len // 64,
     }
     if sum(parts.values()) > free_bytes:
         listed = ", ".join(f"{name} {size / GIB:.2f} GiB" for name, size in parts.items())
