@@ -5,7 +5,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -160,9 +160,10 @@ class LLMEngine:
         """
         requests: list[Request] = []
         try:
-            with collector_off():
-                self._enqueue_all(self._checked(prompts, sampling_params), requests)
-            with collector_frozen():
+            with ExitStack() as run:
+                with collector_off():
+                    self._enqueue_all(self._checked(prompts, sampling_params), requests)
+                    run.enter_context(collector_frozen())  # first: switched on again, it would look at all of it
                 self._run(requests, use_tqdm)
             return [request.output() for request in requests]
         except BaseException:

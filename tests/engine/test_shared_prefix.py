@@ -65,7 +65,7 @@ def test_groups_form_and_dissolve_as_sequences_come_and_go():
 
 
 def test_too_little_in_bytes_is_read_by_each_sequence_itself():
-    """256 tokens of 1 KiB for 5 sequences: 1 MiB is saved, the least that pays is 32 times that."""
+    """256 tokens of 1 KiB for 5 sequences: 1 MiB is saved, the least that pays is 24 times that."""
     sim = Simulation(60, 64, 8, 1024)
     sim.builder._shared_prefixes = SharedPrefixFinder(8, 11, 16, 64, 1024)
     for i in range(5):
@@ -73,7 +73,7 @@ def test_too_little_in_bytes_is_read_by_each_sequence_itself():
     sim.run(50)
     assert sim.device.num_shared_steps == 0
     sim = Simulation(60, 64, 8, 1024)
-    sim.builder._shared_prefixes = SharedPrefixFinder(8, 11, 16, 64, 32 * 1024)
+    sim.builder._shared_prefixes = SharedPrefixFinder(8, 11, 16, 64, 24 * 1024)
     for i in range(5):
         sim.add([1] * 256 + [i], 4)
     sim.run(50)
