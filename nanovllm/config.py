@@ -8,6 +8,7 @@ from nanovllm.sampling_params import checked_int, checked_real
 
 ATTENTION_BACKENDS = ("auto", "triton", "flash_attn", "torch")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+MAX_NUM_SEQS = 2**16  # each has a row of state whether it runs or not
 LOAD_FORMATS = ("auto", "dummy")
 
 
@@ -81,7 +82,8 @@ class Config:
             raise TypeError(f"model must be a path or a Hub id, got {self.model!r}")
         for name in ("max_num_batched_tokens", "max_num_seqs", "max_model_len", "num_kvcache_blocks"):
             if getattr(self, name) is not None:
-                self._set(name, checked_int(name, getattr(self, name), 1, 2**31 - 1))
+                largest = MAX_NUM_SEQS if name == "max_num_seqs" else 2**31 - 1
+                self._set(name, checked_int(name, getattr(self, name), 1, largest))
         self._set("tensor_parallel_size", checked_int("tensor_parallel_size", self.tensor_parallel_size, 1))
         self._set("seed", checked_int("seed", self.seed, -(2**63), 2**63 - 1))
         for name in ("enforce_eager", "enable_prefix_caching"):

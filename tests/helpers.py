@@ -1,5 +1,7 @@
 """Small random models, and ways to look inside an engine."""
 
+import linecache
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +16,12 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+import nanovllm
 from nanovllm.engine.step import StepInput
 
 CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config, "qwen3_moe": Qwen3MoeConfig}
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+LIBRARY = str(Path(nanovllm.__file__).parent)
 VOCAB = 199  # prime, so that no padding to a round size hides
 
 
@@ -122,3 +126,48 @@ def save_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     tokenizer = byte_tokenizer()
     tokenizer.save_pretrained(folder)
     return tokenizer
+
+
+class Interrupter:
+    """Raises `error` at the `at`-th line of the library that a call executes; counts all when `at` is never reached.
+
+    Left out are `with` lines that are passed again on the way out: there, Python itself takes no signal before the
+    block has been left. With `again_after`, raises again so many lines later.
+    """
+
+    def __init__(self, at: int, error: type[BaseException] = KeyboardInterrupt, again_after: int | None = None):
+        self._lines = {at} if again_after is None else {at, at + again_after}
+        self._error = error
+        self._inside: dict[int, set[int]] = {}
+        self.count = 0
+        self.where = self.source = ""  # the last line at which it raised
+
+    def __call__(self, frame, event, arg):
+        file = frame.f_code.co_filename
+        if not file.startswith(LIBRARY):
+            return None
+        if frame.f_lineno == frame.f_code.co_firstlineno:  # a generator goes on elsewhere
+            self._inside[id(frame)] = set()
+        inside = self._inside.setdefault(id(frame), set())  # lines of `with` blocks that it is in
+
+        def line(frame, event, arg):
+            if event == "line":
+                source = linecache.getline(file, frame.f_lineno).strip()
+                if source.startswith("with "):
+                    inside.symmetric_difference_update({frame.f_lineno})
+                    if frame.f_lineno not in inside:
+                        return line
+                self.count += 1
+                if self.count in self._lines:
+                    self.where, self.source = f"{Path(file).name}:{frame.f_lineno}", source
+                    raise self._error
+            return line
+
+        return line
+
+    def run(self, call):
+        sys.settrace(self)
+        try:
+            return call()
+        finally:
+            sys.settrace(None)

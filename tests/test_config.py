@@ -35,6 +35,7 @@ from nanovllm.engine.build import choose_device, choose_dtype, choose_limits
         ({"attention_backend": "magic"}, ValueError, "attention_backend must be one of"),
         ({"tensor_parallel_size": 0}, ValueError, "tensor_parallel_size must be at least 1, got 0"),
         ({"tensor_parallel_size": 2}, ValueError, "tensor_parallel_size must be 1 in this version, got 2"),
+        ({"max_num_seqs": 2**16 + 1}, ValueError, "max_num_seqs must be at most 65536, got 65537"),
         ({"seed": 2**63}, ValueError, "seed must be at most"),
     ],
 )

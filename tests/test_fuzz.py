@@ -1,6 +1,6 @@
 """Hostile and odd input in any order: a useful TypeError or ValueError, or a correct result, and never a trace left.
 
-CI runs 500 calls; NANOVLLM_FUZZ_EXAMPLES asks for more.
+CI tries 500 cases of each kind together; NANOVLLM_FUZZ_EXAMPLES asks for more.
 """
 
 import os
@@ -72,14 +72,19 @@ def parameters(draw):
     return options
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["plain", "overlap"])
-def llm(request, tmp_path_factory):
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("model")
     save_tokenizer(path)
     config = small_config("llama", vocab_size=258, num_hidden_layers=1, hidden_size=32, max_position_embeddings=WINDOW)
     save_random_model(path, config)
+    return path
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["plain", "overlap"])
+def llm(request, folder):
     options = {"kvcache_block_size": 16, "num_kvcache_blocks": 7, "max_num_seqs": 3, "max_num_batched_tokens": 10}
-    with LLM(path, device=DEVICE, dtype="float32", overlap=request.param, **options) as engine:
+    with LLM(folder, device=DEVICE, dtype="float32", overlap=request.param, **options) as engine:
         yield engine
 
 
@@ -112,11 +117,20 @@ def check_output(llm, out, params):
             assert [next(iter(entry)) for entry in completion["logprobs"]] == ids
 
 
-@settings(
-    max_examples=EXAMPLES // 2,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
+def cases(share):
+    """This share of all cases."""
+    slow = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large]
+    return settings(max_examples=max(1, int(EXAMPLES * share)), deadline=None, suppress_health_check=slow)
+
+
+def check_idle(llm):
+    assert llm.is_finished()
+    assert not llm._requests
+    llm.scheduler.block_manager.check_integrity([])
+    assert sorted(llm.scheduler._free_rows) == list(range(llm.scheduler.max_num_seqs))
+
+
+@cases(0.25)  # for each of two engines
 @given(st.data())
 def test_any_call_gives_a_result_or_a_useful_error(llm, data):
     prompts = data.draw(st.one_of(st.lists(PROMPT, max_size=4), PROMPT))
@@ -135,6 +149,119 @@ def test_any_call_gives_a_result_or_a_useful_error(llm, data):
     else:
         for out in outs:
             check_output(llm, out, params)
-    assert llm.is_finished()
-    llm.scheduler.block_manager.check_integrity([])
-    assert sorted(llm.scheduler._free_rows) == [0, 1, 2]
+    check_idle(llm)
+
+
+class Client:
+    """Calls an engine in whatever order; knows what it may expect of it."""
+
+    def __init__(self, llm, data):
+        self.llm, self.data = llm, data
+        self.waiting = {}  # request id -> parameters
+        self.streams = []
+
+    def add(self):
+        params = SamplingParams(**self.data.draw(parameters()))
+        self.waiting[self.llm.add_request(self.data.draw(PROMPT), params)] = params
+
+    def step(self):
+        for request_id, out in self.llm.step_outputs():
+            check_output(self.llm, out, self.waiting.pop(request_id))
+
+    def plain_step(self):
+        for request_id, token_ids in self.llm.step()[0]:
+            assert token_ids
+            del self.waiting[request_id]
+
+    def abort(self):
+        request_id = self.data.draw(st.one_of(st.sampled_from([*self.waiting, -1]), ODD))
+        if self.llm.abort(request_id):
+            del self.waiting[request_id]
+
+    def generate(self):
+        params = SamplingParams(**self.data.draw(parameters()))
+        for out in self.llm.generate(self.data.draw(st.lists(PROMPT, max_size=3)), params, use_tqdm=False):
+            check_output(self.llm, out, params)
+
+    def start_stream(self):
+        self.streams.append(self.llm.stream(self.data.draw(st.lists(PROMPT, max_size=3))))
+
+    def read_stream(self):
+        for stream in self.streams[-1:]:
+            next(stream, None)
+
+    def leave_stream(self):
+        self.streams = self.streams[:-1]
+
+    def chat(self):
+        message = st.fixed_dictionaries({"role": st.text(max_size=3), "content": st.one_of(st.text(max_size=9), ODD)})
+        messages = self.data.draw(st.one_of(st.lists(st.one_of(message, ODD), max_size=2), ODD))
+        kwargs = self.data.draw(st.one_of(st.none(), ODD))
+        params = SamplingParams(max_tokens=2)
+        for out in self.llm.chat(messages, params, use_tqdm=False, chat_template_kwargs=kwargs):
+            check_output(self.llm, out, params)
+
+    def look(self):
+        stats = self.llm.stats()
+        assert 0 <= stats["kv_blocks_used"] <= stats["kv_blocks"]
+        assert self.llm.is_finished() <= (not self.waiting)
+
+    def reset(self):
+        self.llm.reset_prefix_cache()
+
+
+CALLS = [name for name in vars(Client) if not name.startswith("_")]
+
+
+@cases(0.15)
+@given(st.data())
+def test_any_order_of_calls_loses_nothing(llm, data):
+    client = Client(llm, data)
+    for call in data.draw(st.lists(st.sampled_from(CALLS), max_size=12)):
+        try:
+            getattr(client, call)()
+        except (TypeError, ValueError) as error:
+            require_refusal(error)
+    client.streams.clear()
+    while not llm.is_finished():
+        client.step()
+    assert not client.waiting
+    check_idle(llm)
+
+
+OPTIONS = {
+    "max_num_batched_tokens": st.integers(1, 64),
+    "max_num_seqs": st.integers(1, 8),
+    "max_model_len": st.integers(1, WINDOW + 1),
+    "gpu_memory_utilization": st.floats(0, 1),
+    "tensor_parallel_size": st.just(1),
+    "enforce_eager": st.booleans(),
+    "kvcache_block_size": st.sampled_from([16, 32, 48]),
+    "num_kvcache_blocks": st.integers(1, 9),
+    "enable_prefix_caching": st.booleans(),
+    "dtype": st.sampled_from(["auto", "float32", "bfloat16", "float16"]),
+    "attention_backend": st.sampled_from(["auto", "torch"]),
+    "overlap": st.one_of(st.none(), st.booleans()),
+    "seed": st.integers(-(2**63), 2**63 - 1),
+}
+
+
+@cases(0.2)
+@given(st.data())
+def test_any_options_give_an_engine_or_a_useful_error(folder, data):
+    named = data.draw(st.dictionaries(st.sampled_from([*OPTIONS, "no_such_option"]), st.integers(0, 5), max_size=5))
+    options = {name: data.draw(OPTIONS[name] if odd and name in OPTIONS else ODD) for name, odd in named.items()}
+    try:
+        llm = LLM(folder, load_format="dummy", **{"device": "cpu", "num_kvcache_blocks": 7, **options})
+    except (TypeError, ValueError) as error:
+        require_refusal(error)
+        return
+    with llm:
+        params = SamplingParams(temperature=0, max_tokens=5)
+        try:
+            outs = llm.generate(["a", [5, 6, 7] * 9], params, use_tqdm=False)
+        except ValueError as error:  # a window or a pool too small for them
+            require_refusal(error)
+        else:
+            assert all(1 <= len(out["token_ids"]) <= 5 for out in outs)
+        check_idle(llm)

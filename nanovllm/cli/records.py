@@ -218,7 +218,9 @@ def success(fields: Fields, output: Fields, token_ids: bool) -> Fields:
 def _completion(output: Fields, token_ids: bool) -> Fields:
     record = {name: output[name] for name in ("text", "finish_reason")}
     record["num_output_tokens"] = len(output["token_ids"])
-    if output["stop_reason"] is not None:
+    if output["finish_reason"] == "error":
+        record["error"] = output["stop_reason"]
+    elif output["stop_reason"] is not None:
         record["stop_reason"] = output["stop_reason"]
     if "logprobs" in output:
         record["logprobs"] = output["logprobs"]

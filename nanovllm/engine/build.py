@@ -12,6 +12,8 @@ from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.graph_runner import graph_batch_sizes, shared_batch_sizes
 from nanovllm.engine.memory import (
     allocate_kv_cache,
+    available_host_bytes,
+    check_sizes,
     cpu_pool_blocks,
     free_gpu_bytes,
     kv_bytes_per_block,
@@ -54,6 +56,7 @@ def build_engine_parts(config: Config) -> EngineParts:
     free_at_start = free_gpu_bytes(device) if device.type == "cuda" else 0
     limits = choose_limits(config, hf_config, device)
     dtype = choose_dtype(config.dtype, hf_config, device)
+    check_sizes(spec, limits, dtype, free_at_start if device.type == "cuda" else available_host_bytes())
     share = config.shared_prefix_attention is not False
     ops, attention = choose_backend(config.attention_backend, device, dtype, spec, limits.max_num_seqs, share)
     if config.shared_prefix_attention and attention.shared is None:
@@ -72,8 +75,8 @@ def build_engine_parts(config: Config) -> EngineParts:
         logger.info("%s", memory.describe())
         num_blocks = memory.blocks(block_bytes, config.num_kvcache_blocks)
     else:
-        num_blocks = config.num_kvcache_blocks or cpu_pool_blocks(
-            block_bytes, block_size, limits.max_num_seqs, limits.max_model_len
+        num_blocks = cpu_pool_blocks(
+            block_bytes, block_size, limits.max_num_seqs, limits.max_model_len, config.num_kvcache_blocks
         )
     runner = runner_for(num_blocks)
     if use_graphs:

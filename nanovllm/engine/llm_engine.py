@@ -1,5 +1,6 @@
 """The engine: requests in, completions out."""
 
+import os
 import threading
 import time
 from collections import deque
@@ -15,12 +16,14 @@ from nanovllm.config import Config
 from nanovllm.engine.build import build_engine_parts
 from nanovllm.engine.inputs import InputProcessor, Prompt, params_list, prompt_list
 from nanovllm.engine.model_runner import StepResult
-from nanovllm.engine.request import Output, Request, StreamOutput, make_request
+from nanovllm.engine.request import Output, Request, StreamOutput, make_request, stop_checker
 from nanovllm.engine.scheduler import Batch
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.collector import collector_frozen, collector_off
 from nanovllm.utils.progress import Progress
+
+WAKE_UP_S = 2e-4  # in which a thread wakes up for a lock that has become free
 
 Messages = Seq[Mapping[str, Any]]
 
@@ -51,10 +54,14 @@ class LLMEngine:
         self._in_flight: deque[tuple[Batch, StepResult]] = deque()
         self._next_seq_id = 0
         self._requests: dict[int, Request] = {}  # unfinished ones, by each of their sequences' ids
-        self._finished: list[Request] = []  # not yet taken by whoever asked for them
+        self._finished: list[Request] = []  # of `add_request`, not yet reported by `step`
+        self._abandoned: deque[Request] = deque()  # of calls that broke off, to be aborted by the next use
         self._num_ended = 0  # requests that finished or were aborted
         self._seconds = 0.0  # spent in steps
-        self._lock = threading.RLock()
+        self._lock: Any = threading.RLock()  # of whoever uses the engine
+        self._waiting: set[int] = set()  # threads that wait for it
+        self._pid = os.getpid()
+        self._broken = False  # something broke off that left sequences and pool in disagreement
         self._closed = False
 
     # ---- requests ------------------------------------------------------------------------------------------
@@ -72,9 +79,15 @@ class LLMEngine:
         Raises:
             TypeError, ValueError: a prompt or parameters that can never run.
         """
-        with self._open():
-            ids = self._inputs.token_ids(prompt, "request")
-            return self._enqueue(ids, self._inputs.params(sampling_params, "request")).request_id
+        requests: list[Request] = []
+        try:
+            with self._open():
+                ids = self._inputs.token_ids(prompt, "request")
+                self._enqueue(ids, self._inputs.params(sampling_params, "request"), requests, by_step=True)
+            return requests[0].request_id
+        except BaseException:
+            self._abandoned.extend(requests)  # its id never reached the caller
+            raise
 
     def step(self) -> tuple[list[tuple[int, list[int]]], int]:
         """Run one step.
@@ -85,14 +98,17 @@ class LLMEngine:
         """
         with self._open():
             batch = self._step()
-            finished = self._take_finished()
-            return [(r.request_id, r.sequences[0].completion_token_ids) for r in finished], batch.num_tokens
+            outs = [(request.request_id, request.sequences[0].completion_token_ids) for request in self._finished]
+            self._finished.clear()  # last: what breaks off before this is reported by the next step
+            return outs, batch.num_tokens
 
     def step_outputs(self) -> list[tuple[int, Output]]:
         """Run one step; (seq_id, output as from `generate`) of each request that it finished."""
         with self._open():
             self._step()
-            return [(request.request_id, request.output()) for request in self._take_finished()]
+            outs = [(request.request_id, request.output()) for request in self._finished]
+            self._finished.clear()
+            return outs
 
     def is_finished(self) -> bool:
         """True when no request is left to run or to be reported by `step`."""
@@ -105,7 +121,8 @@ class LLMEngine:
             request = self._requests.get(seq_id)
             if request is None or request.request_id != seq_id:
                 return False
-            self._abort([request])
+            self._abandoned.append(request)
+            self._abort_abandoned()
             return True
 
     def stats(self) -> dict[str, float]:
@@ -149,8 +166,9 @@ class LLMEngine:
             use_tqdm: show a progress bar.
 
         Returns:
-            One dict a prompt, in order: `text` (None without a tokenizer), `token_ids`, `finish_reason` ("stop" or
-            "length"), `stop_reason` (the stop string or stop token id that ended it), `prompt_token_ids`,
+            One dict a prompt, in order: `text` (None without a tokenizer), `token_ids`, `finish_reason` ("stop",
+            "length", or "error" where the tokenizer failed at this completion), `stop_reason` (the stop string or
+            stop token id that ended it, or what failed), `prompt_token_ids`,
             `num_cached_tokens` (prompt tokens found in the prefix cache), `metrics` (seconds: `queue_time`,
             `time_to_first_token`, `time_per_output_token`), `logprobs` where asked for (a dict a token: id to
             `logprob` and `token`), and for `n` > 1 `completions`, a list of dicts of which the first is repeated above.
@@ -167,8 +185,7 @@ class LLMEngine:
                 self._run(requests, use_tqdm)
             return [request.output() for request in requests]
         except BaseException:
-            with self._open():
-                self._abort(requests)  # nothing of this call may be answered in the next
+            self._abandoned.extend(requests)  # nothing of this call may be answered in the next
             raise
 
     def stream(
@@ -217,13 +234,19 @@ class LLMEngine:
     # ---- lifecycle -----------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Give back the memory. Further use is an error; closing again is not."""
-        with self._lock:
+        """Give back the memory. Further use is an error; closing again is not.
+
+        In a forked child this does nothing: everything belongs to the parent.
+        """
+        if os.getpid() != self._pid:
+            return
+        with self._hold():
             if self._closed:
                 return
             self._closed = True
             self._requests.clear()
             self._finished.clear()
+            self._abandoned.clear()
             self._in_flight.clear()
             self.model_runner.drop_graphs()
             del self.model_runner, self.scheduler
@@ -231,17 +254,39 @@ class LLMEngine:
                 torch.cuda.empty_cache()
 
     def __enter__(self) -> "LLMEngine":
-        return self
+        with self._open():
+            return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
     @contextmanager
     def _open(self) -> Iterator[None]:
-        """Hold the engine for this thread. Threads take turns by steps, so several may generate at the same time."""
-        with self._lock:
+        """Hold the engine for this thread, in good order: whatever broke off before is mended and cleared away."""
+        with self._hold():
             if self._closed:
                 raise RuntimeError("this LLM has been closed")
+            if self._broken:
+                self._recover()
+            self._abort_abandoned()
+            yield
+
+    @contextmanager
+    def _hold(self) -> Iterator[None]:
+        """Hold the engine for this thread. Threads take turns by steps, so several may generate at the same time."""
+        if os.getpid() != self._pid:  # before the lock, which another thread may have held during the fork
+            raise RuntimeError(
+                f"this LLM belongs to process {self._pid} and cannot be used in a process forked from it "
+                f"({os.getpid()}): make an LLM there, or start the process with multiprocessing's 'spawn' method"
+            )
+        if self._lock._is_owned():
+            raise RuntimeError("this LLM is in the middle of a call: a signal handler cannot use it")
+        thread = threading.get_ident()
+        self._waiting.add(thread)
+        if len(self._waiting) > 1:
+            time.sleep(WAKE_UP_S)  # or a thread that steps and steps would take the lock again before who waits
+        with self._lock:
+            self._waiting.discard(thread)
             yield
 
     # ---- inside --------------------------------------------------------------------------------------------
@@ -260,60 +305,61 @@ class LLMEngine:
         """Queue all; `requests` grows with each, so that the caller knows them whenever this is interrupted."""
         with self._open():
             for ids, params in checked:
-                self._enqueue(ids, params, requests)
+                self._enqueue(ids, params, requests, by_step=False)
 
-    def _enqueue(self, ids: list[int], params: SamplingParams, requests: list[Request] | None = None) -> Request:
+    def _enqueue(self, ids: list[int], params: SamplingParams, requests: list[Request], by_step: bool) -> None:
         first_id = self._next_seq_id
         self._next_seq_id += params.n
         request = make_request(first_id, ids, params, self._inputs.max_len, self.config.seed, self.tokenizer)
-        if requests is not None:
-            requests.append(request)
+        request.by_step = by_step
+        requests.append(request)
         for seq in request.sequences:
             self._requests[seq.seq_id] = request
             self.scheduler.add(seq)
-        return request
 
     def _step(self) -> Batch:
         """Launch the next step, then take in the tokens of the oldest one in flight, if it is its turn.
 
-        Requests that this finishes wait in `_finished` until whoever asked for them takes them.
+        Whatever breaks off in here is mended by the next use of the engine.
         """
         began = time.perf_counter()
-        try:
-            batch = self.scheduler.schedule()
-            if batch.items:
-                self._in_flight.append((batch, self.model_runner.launch(self._step_builder.build(batch))))
-            assert self._in_flight or self.scheduler.is_finished(), "no step can run and none is running"
-            if self._in_flight and (not batch.items or len(self._in_flight) > self._max_in_flight):
-                done, result = self._in_flight.popleft()
-                self._retire(self.scheduler.postprocess(done, result.token_ids(), result.logprobs()))
-            if self.scheduler.is_finished():
-                self._in_flight.clear()  # rows that ran on after an end-of-sequence token: nobody asks for the results
-            self._seconds += time.perf_counter() - began
-            return batch
-        except BaseException:
-            self._recover()
-            raise
+        self._broken = True
+        batch = self.scheduler.schedule()
+        if batch.items:
+            self._in_flight.append((batch, self.model_runner.launch(self._step_builder.build(batch))))
+        assert self._in_flight or self.scheduler.is_finished(), "no step can run and none is running"
+        if self._in_flight and (not batch.items or len(self._in_flight) > self._max_in_flight):
+            done, result = self._in_flight.popleft()
+            self._retire(self.scheduler.postprocess(done, result.token_ids(), result.logprobs()))
+        if self.scheduler.is_finished():
+            self._in_flight.clear()  # rows that ran on after an end-of-sequence token: nobody asks for the results
+        self._seconds += time.perf_counter() - began
+        self._broken = False
+        return batch
 
     def _retire(self, ended: Seq[Sequence]) -> None:
         """Forget ended sequences; requests of which none is left are finished."""
         for seq in ended:
             request = self._requests[seq.seq_id]
-            if request.finished and request not in self._finished:
-                self._finished.append(request)
+            if request.finished:
                 self._num_ended += 1
+                if request.by_step and request not in self._finished:
+                    self._finished.append(request)
             del self._requests[seq.seq_id]
 
-    def _take_finished(self) -> list[Request]:
-        finished, self._finished = self._finished, []
-        return finished
-
     def _recover(self) -> None:
-        """After a step that broke off anywhere: all unfinished sequences wait again, with the tokens they have."""
+        """After anything that broke off: all unfinished sequences wait again, with the tokens they have.
+
+        A recovery that breaks off itself is done again from the start.
+        """
         self._in_flight.clear()
         sequences = [self._sequence(seq_id) for seq_id in self._requests]
+        unfinished = [seq for seq in sequences if seq.status is not Status.FINISHED]
+        self.scheduler.reset(unfinished)
+        for seq in unfinished:
+            self.scheduler.settle(seq, stop_checker(self.tokenizer, seq.params))
         self._retire([seq for seq in sequences if seq.status is Status.FINISHED])
-        self.scheduler.reset([seq for seq in sequences if seq.status is not Status.FINISHED])
+        self._broken = False
 
     def _sequence(self, seq_id: int) -> Sequence:
         request = self._requests[seq_id]
@@ -331,13 +377,9 @@ class LLMEngine:
                 progress.update(batch, num_left - len(left))
 
     def _step_for(self, requests: list[Request]) -> Batch:
-        """One step, unless another thread's steps finished all of `requests`; takes them out of `_finished`."""
+        """One step, unless another thread's steps finished all of `requests`."""
         with self._open():
-            batch = Batch([], []) if all(request.finished for request in requests) else self._step()
-            if self._finished:
-                mine = {request.request_id for request in requests}
-                self._finished = [request for request in self._finished if request.request_id not in mine]
-            return batch
+            return Batch([], []) if all(request.finished for request in requests) else self._step()
 
     def _stream(self, checked: list[tuple[list[int], SamplingParams]]) -> Iterator[StreamOutput]:
         requests: list[Request] = []
@@ -348,19 +390,24 @@ class LLMEngine:
                 for index, request in enumerate(requests):
                     yield from request.increments(index)
         finally:
-            with self._lock:
-                if not self._closed:
-                    self._abort(requests)
+            self._abandoned.extend(requests)
 
-    def _abort(self, requests: list[Request]) -> None:
-        """End what is unfinished of these requests and forget them all."""
-        for request in requests:
-            for seq in request.sequences:
-                if seq.status is not Status.FINISHED:
-                    self.scheduler.finish(seq, "abort")
-                self._requests.pop(seq.seq_id, None)
-        self._num_ended += len(requests)
-        self._finished = [request for request in self._finished if request not in requests]
+    def _abort_abandoned(self) -> None:
+        while self._abandoned:
+            self._abort(self._abandoned[0])
+            self._abandoned.popleft()
+
+    def _abort(self, request: Request) -> None:
+        """End what is unfinished of a request and forget it; to be done again if it breaks off."""
+        self._broken = True
+        for seq in request.sequences:
+            if seq.status is not Status.FINISHED:
+                self.scheduler.finish(seq, "abort")
+            self._requests.pop(seq.seq_id, None)
+        self._num_ended += 1
+        if request in self._finished:
+            self._finished.remove(request)
+        self._broken = False
 
 
 def _template_kwargs(kwargs: Any) -> dict[str, Any]:

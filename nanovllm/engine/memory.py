@@ -42,13 +42,45 @@ def allocate_kv_cache(
         raise ValueError(f"no memory for {num_blocks} KV blocks ({gib:.2f} GiB); lower num_kvcache_blocks") from error
 
 
-def cpu_pool_blocks(block_bytes: int, block_size: int, max_num_seqs: int, max_model_len: int) -> int:
-    """Blocks for every sequence at full length, within a share of the memory that is available.
+def check_sizes(spec: DecoderSpec, limits: Limits, dtype: torch.dtype, free_bytes: int) -> None:
+    """Refuse what cannot fit before anything of it is allocated: the system may promise memory that it does not have.
+
+    Args:
+        spec, limits, dtype: of the model and of its steps.
+        free_bytes: of the memory that weights, rotary table and block tables go to.
 
     Raises:
-        ValueError: when not one block fits.
+        ValueError: with the size of each of them, of which the first two are at the very least so large.
     """
-    available = _available_host_bytes()
+    projections = 2 * spec.head_dim * (spec.num_q_heads + spec.num_kv_heads)
+    weights = spec.vocab_size * spec.hidden_size * (1 if spec.tie_word_embeddings else 2)
+    weights += spec.num_layers * spec.hidden_size * (projections + 1)
+    parts = {
+        "weights": weights * dtype.itemsize,
+        f"rotary tables for max_model_len {limits.max_model_len}": 4 * spec.head_dim * limits.max_model_len,
+        f"tables of max_num_seqs {limits.max_num_seqs}": limits.max_num_seqs * limits.max_model_len // 64,
+    }
+    if sum(parts.values()) > free_bytes:
+        listed = ", ".join(f"{name} {size / GIB:.2f} GiB" for name, size in parts.items())
+        raise ValueError(f"the model does not fit the {free_bytes / GIB:.2f} GiB of free memory: {listed}")
+
+
+def cpu_pool_blocks(
+    block_bytes: int, block_size: int, max_num_seqs: int, max_model_len: int, asked: int | None = None
+) -> int:
+    """The blocks asked for, or those for every sequence at full length, within a share of the memory that is available.
+
+    Raises:
+        ValueError: when those asked for, or not even one, fit.
+    """
+    available = available_host_bytes()
+    if asked is not None and asked * block_bytes > available:
+        raise ValueError(
+            f"num_kvcache_blocks {asked} of {block_bytes / GIB:.6f} GiB do not fit the {available / GIB:.2f} GiB of "
+            "free memory"
+        )
+    if asked is not None:
+        return asked
     blocks = min(int(available * CPU_KV_SHARE) // block_bytes, max_num_seqs * -(-max_model_len // block_size))
     if blocks < 1:
         raise ValueError(
@@ -58,7 +90,7 @@ def cpu_pool_blocks(block_bytes: int, block_size: int, max_num_seqs: int, max_mo
     return blocks
 
 
-def _available_host_bytes() -> int:
+def available_host_bytes() -> int:
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():  # counts what the page cache would give back, which sysconf does not
         found = re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text(encoding="ascii"))
@@ -119,7 +151,13 @@ def measure_gpu_memory(
     """Run the largest step there can be, and capture the largest graphs, on a KV cache of two blocks."""
     device = runner.device
     largest = largest_step(limits)
-    runner.launch(largest).token_ids()
+    try:
+        runner.launch(largest).token_ids()
+    except torch.OutOfMemoryError as error:
+        raise ValueError(
+            f"no GPU memory for a step of {len(largest.token_ids)} tokens and {len(largest.rows)} sequences; lower "
+            "max_num_batched_tokens or max_num_seqs"
+        ) from error
     fixed = free_at_start - free_gpu_bytes(device)
     torch.cuda.reset_peak_memory_stats(device)
     resting = torch.cuda.memory_allocated(device)

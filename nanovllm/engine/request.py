@@ -37,6 +37,7 @@ class Request:
 
     def __init__(self, sequences: list[Sequence], tokenizer: Any):
         self.sequences = sequences
+        self.by_step = False  # reported by `step`; otherwise by the call that made it
         self._tokenizer = tokenizer
         self._streams = [Stream(seq, tokenizer) for seq in sequences] if tokenizer is not None else []
 
@@ -72,14 +73,20 @@ class Request:
         return [new for new in news if new is not None]
 
     def _completion(self, seq: Sequence) -> Output:
+        text, logprobs = None, None
+        if seq.error is None:
+            try:
+                text, logprobs = self._text(seq), self._logprobs(seq)
+            except Exception as error:  # the tokenizer's own, at what this completion alone has drawn
+                seq.fail(error)
         out: Output = {
-            "text": self._text(seq),
+            "text": text,
             "token_ids": seq.completion_token_ids,
             "finish_reason": seq.finish_reason,
             "stop_reason": seq.stop_reason,
         }
-        if self.params.logprobs is not None:
-            out["logprobs"] = [self._with_tokens(entry) for entry in seq.logprobs]
+        if logprobs is not None:
+            out["logprobs"] = logprobs
         return out
 
     def _text(self, seq: Sequence) -> str | None:
@@ -89,6 +96,9 @@ class Request:
             seq.stop_checker.finish()
             return seq.stop_checker.text
         return self._tokenizer.decode(text_ids(seq), skip_special_tokens=self.params.skip_special_tokens)
+
+    def _logprobs(self, seq: Sequence) -> list[dict[int, Output]] | None:
+        return None if self.params.logprobs is None else [self._with_tokens(entry) for entry in seq.logprobs]
 
     def _with_tokens(self, entry: dict[int, float]) -> dict[int, Output]:
         """{id: {"logprob", "token"}}, the drawn token first, then the most likely ones in order."""
@@ -101,7 +111,12 @@ class Request:
         if sent < 0 or (seq.num_completion_tokens == sent and not finished):
             return None
         new_ids = seq.completion_ids_from(sent)
-        text = self._streams[i].advance(finished) if self._streams and self.params.detokenize else ""
+        text = ""
+        if self._streams and self.params.detokenize and seq.error is None:
+            try:
+                text = self._streams[i].advance(finished)
+            except Exception as error:  # as above; told with the sequence's end, which is its next token at the latest
+                seq.fail(error)
         seq.num_streamed_tokens = -1 if finished else sent + len(new_ids)  # -1: the end has been told
         return StreamOutput(index, i, text, new_ids, finished, seq.finish_reason, seq.stop_reason)
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.detokenizer import StopChecker
 from nanovllm.engine.sequence import Sequence, Status
 
 Logprobs = tuple[list[int], list[float]]  # token ids and log-probabilities of one draw, the drawn token first
@@ -150,15 +151,15 @@ class Scheduler:
             if seq.status is Status.FINISHED:
                 continue  # ended or aborted while this step was in flight: its result is dropped
             if samples:
+                if logprobs is not None and seq.params.logprobs is not None:
+                    ids, values = logprobs[i]
+                    count = 1 + seq.params.logprobs  # the drawn token and the most likely ones
+                    seq.logprobs.append(dict(zip(ids[:count], values[:count], strict=True)))
                 seq.num_pending_tokens -= 1
                 seq.token_ids.append(token_id)
                 self.counters.generated_tokens += 1
                 if not seq.first_token:
                     seq.first_token = now
-                if logprobs is not None and seq.params.logprobs is not None:
-                    ids, values = logprobs[i]
-                    count = 1 + seq.params.logprobs  # the drawn token and the most likely ones
-                    seq.logprobs.append(dict(zip(ids[:count], values[:count], strict=True)))
             end = start + num_tokens
             if seq.num_preemptions == epoch and end // block_size > seq.num_published_blocks:
                 self.block_manager.publish(seq, end)
@@ -175,9 +176,9 @@ class Scheduler:
             self._release(seq)
         elif seq in self.waiting:  # not yet, if adding it was interrupted
             self.waiting.remove(seq)
-        seq.status = Status.FINISHED
         seq.finish_reason = reason
         seq.ended = time.perf_counter()
+        seq.status = Status.FINISHED  # last: if this breaks off, `settle` has to end it again
 
     def reset(self, unfinished: list[Sequence]) -> None:
         """Start over with these sequences, in order of arrival, after a step that broke off anywhere.
@@ -191,9 +192,21 @@ class Scheduler:
         self.running.clear()
         self.waiting.clear()
         for seq in unfinished:
-            seq.num_preemptions += seq.status is Status.RUNNING
+            seq.num_preemptions += 1
             seq.reset_to_waiting()
             self.waiting.append(seq)
+
+    def settle(self, seq: Sequence, stop_checker: StopChecker | None) -> None:
+        """Take a waiting sequence's last token in again, since the step that did may have broken off half-way.
+
+        Args:
+            stop_checker: a fresh one, if the sequence has stop strings.
+        """
+        seq.stop_checker = stop_checker
+        del seq.logprobs[seq.num_completion_tokens :]
+        reason = self._finish_reason(seq) if seq.num_completion_tokens else None
+        if reason is not None:
+            self.finish(seq, reason)
 
     def _take(self, seq: Sequence, num_tokens: int) -> Scheduled:
         start = seq.num_computed_tokens
@@ -292,10 +305,16 @@ class Scheduler:
         """Why the token that just came is the last one, if it is; sets `stop_reason`."""
         if not seq.may_stop:
             return "length" if len(seq.token_ids) >= seq.max_len else None
+        if seq.error is not None:
+            return "error"
         params, token_id = seq.params, seq.token_ids[-1]
         may_stop = seq.num_completion_tokens > params.min_tokens
         if seq.stop_checker is not None:
-            seq.stop_reason = seq.stop_checker.push(seq.completion_ids_from(seq.stop_checker.num_tokens), may_stop)
+            try:
+                seq.stop_reason = _find_stop_string(seq, seq.stop_checker)
+            except Exception as error:  # the tokenizer's own, at what this sequence alone has drawn
+                seq.fail(error)
+                return "error"
             if seq.stop_reason is not None:
                 return "stop"
         if may_stop and token_id in params.stop_token_ids:
@@ -304,3 +323,12 @@ class Scheduler:
         if may_stop and token_id in self.eos_token_ids and not params.ignore_eos:
             return "stop"
         return "length" if len(seq.token_ids) >= seq.max_len else None
+
+
+def _find_stop_string(seq: Sequence, checker: StopChecker) -> str | None:
+    """Give the checker the tokens that it has not seen: the one that just came, after a fault all of them."""
+    for token_id in seq.completion_ids_from(checker.num_tokens):
+        found = checker.push([token_id], checker.num_tokens >= seq.params.min_tokens)
+        if found is not None:
+            return found
+    return None

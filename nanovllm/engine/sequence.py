@@ -10,11 +10,14 @@ tokens have been sampled on the device, but the host does not know their values 
 """
 
 import enum
+import logging
 import time
 from collections.abc import Sequence as Seq
 
 from nanovllm.engine.detokenizer import StopChecker
 from nanovllm.sampling_params import SamplingParams
+
+logger = logging.getLogger("nanovllm")
 
 
 class Status(enum.Enum):
@@ -52,7 +55,8 @@ class Sequence:
         self.seed = seed
         self.status = Status.WAITING
         self.finish_reason: str | None = None
-        self.stop_reason: str | int | None = None  # the stop string or stop token id, None for end-of-sequence
+        self.stop_reason: str | int | None = None  # stop string, stop token id, what failed; None for end-of-sequence
+        self.error: Exception | None = None  # what ended it, or will with its next token
         self.stop_checker = stop_checker
         # By something else than its length.
         self.may_stop = stop_checker is not None or bool(params.stop_token_ids) or not params.ignore_eos
@@ -71,6 +75,15 @@ class Sequence:
         self.num_published_blocks = 0
         self.last_published_uid = 0  # content of the last published block, parent of the next one
         self.block_chain: list[tuple[bytes, bytes]] = []  # (chain key, token ids) of full blocks, filled when asked for
+
+    def fail(self, error: Exception) -> None:
+        """End with "error", now or with the next token. For faults of this sequence alone: its batch-mates go on."""
+        logger.error("request %d failed", self.seq_id, exc_info=error)
+        self.error = error
+        self.stop_reason = f"{type(error).__name__}: {error}"
+        self.may_stop = True
+        if self.status is Status.FINISHED:
+            self.finish_reason = "error"
 
     def reset_to_waiting(self) -> None:
         """Forget everything but the known tokens."""

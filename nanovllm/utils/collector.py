@@ -15,8 +15,8 @@ def collector_off() -> Iterator[None]:
     if not gc.isenabled():
         yield
         return
-    gc.disable()
     try:
+        gc.disable()
         yield
     finally:
         gc.enable()
@@ -31,8 +31,8 @@ def collector_frozen() -> Iterator[None]:
     if gc.get_freeze_count():
         yield
         return
-    gc.freeze()
     try:
+        gc.freeze()
         yield
     finally:
         gc.unfreeze()

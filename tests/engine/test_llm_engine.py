@@ -1,19 +1,12 @@
 """The public surface on a small random model with a byte-level tokenizer."""
 
 import json
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.model_runner import ModelRunner, StepResult
-from nanovllm.engine.request import Request
-from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.step import StepBuilder
 from nanovllm.kernels.reference import gumbel_noise
 from tests.helpers import reference_greedy, save_random_model, save_tokenizer, small_config
 
@@ -42,8 +35,8 @@ def llm(folder):
 
 
 def idle(llm):
-    llm.scheduler.block_manager.check_integrity([])
     assert llm.is_finished()
+    llm.scheduler.block_manager.check_integrity([])
     assert not llm._requests
     return True
 
@@ -202,61 +195,6 @@ def test_generate_leaves_requests_of_others_to_step(llm, reference):
     assert idle(llm)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("stage", ["schedule", "build", "launch", "token_ids", "postprocess", "publish"])
-def test_step_that_breaks_off_anywhere_leaves_a_usable_engine(folder, reference, monkeypatch, stage, overlap):
-    """The interrupted call leaves nothing behind; a request of somebody else goes on and loses nothing."""
-    with LLM(folder, device="cpu", overlap=overlap) as engine:
-        owner = {
-            "schedule": Scheduler,
-            "build": StepBuilder,
-            "launch": ModelRunner,
-            "token_ids": StepResult,
-            "postprocess": Scheduler,
-            "publish": BlockManager,
-        }[stage]
-        other = engine.add_request([7, 8], SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
-        original, calls = getattr(owner, stage), []
-
-        def interrupted(*args):
-            calls.append(args)
-            if len(calls) == (2 if stage == "publish" else 4):
-                raise KeyboardInterrupt
-            return original(*args)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(owner, stage, interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                engine.generate([[9, 8, 7] * 6, [6, 5] * 10], GREEDY, use_tqdm=False)
-        assert list(engine._requests) == [other]
-        engine.scheduler.block_manager.check_integrity(r.sequences[0] for r in engine._requests.values())
-        out = engine.generate([3, 3], GREEDY, use_tqdm=False)
-        assert [o["token_ids"] for o in out] == [reference_greedy(reference, [3, 3], 12)]
-        finished = {}
-        while not engine.is_finished():
-            finished.update(engine.step()[0])
-        assert finished == {other: reference_greedy(reference, [7, 8], 30)}
-        assert idle(engine)
-
-
-def test_request_that_finished_in_a_step_that_broke_off_is_still_reported(folder, reference, monkeypatch):
-    with LLM(folder, device="cpu") as engine:
-        short = engine.add_request([7, 8], SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
-        engine.add_request([7, 9], SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
-        finish = Scheduler.finish
-
-        def interrupted(self, seq, reason):
-            if seq.seq_id != short:
-                raise KeyboardInterrupt
-            finish(self, seq, reason)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(Scheduler, "finish", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                engine.step()
-        assert engine.step()[0][0] == (short, reference_greedy(reference, [7, 8], 1))
-
-
 @pytest.mark.parametrize(
     ("prompts", "params", "error", "message"),
     [
@@ -330,16 +268,6 @@ def test_tiny_top_p_equals_greedy_and_top_p_limits_the_choice(llm, reference):
     assert mixed[0]["token_ids"] == mixed[2]["token_ids"] == greedy
 
 
-def test_closed_engine_says_so(folder):
-    engine = LLM(folder, device="cpu")
-    engine.close()
-    engine.close()
-    calls = [lambda: engine.generate("a"), lambda: engine.add_request("a"), lambda: engine.chat([{}])]
-    for call in [*calls, engine.step, engine.step_outputs, engine.is_finished, lambda: list(engine.stream("a"))]:
-        with pytest.raises(RuntimeError, match="this LLM has been closed"):
-            call()
-
-
 def test_equal_prompts_in_one_batch_draw_differently_and_temperatures_stay_with_their_rows(llm):
     hot, cold = (SamplingParams(temperature=t, max_tokens=16, ignore_eos=True) for t in (1.5, 0))
     outs = [out["token_ids"] for out in llm.generate([[5, 6]] * 6, [hot, cold] * 3, use_tqdm=False)]
@@ -358,52 +286,6 @@ def test_draws_are_the_argmax_of_scaled_logits_and_documented_noise(llm, referen
         noise = gumbel_noise(torch.tensor([seed]), torch.tensor([len(text)]), 258)[0]
         assert int((logits / 1.3 + noise).argmax()) == token
         text.append(token)
-
-
-def test_threads_generate_at_the_same_time(folder, reference):
-    prompts = [[n, n + 1] for n in range(8)]
-    with LLM(folder, device="cpu", max_num_seqs=4) as engine, ThreadPoolExecutor(4) as pool:
-        outs = list(pool.map(lambda p: engine.generate(p, GREEDY, use_tqdm=False)[0]["token_ids"], prompts))
-        assert idle(engine)
-    assert outs == [reference_greedy(reference, prompt, 12) for prompt in prompts]
-
-
-@pytest.mark.parametrize("where", ["add", "after finish", "output"])
-def test_interrupt_between_steps_leaves_nothing_behind_and_keeps_what_is_not_its_own(folder, monkeypatch, where):
-    with LLM(folder, device="cpu") as engine:
-        other = engine.add_request([7, 8], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
-        owner, name = {
-            "add": (Scheduler, "add"),
-            "after finish": (LLMEngine, "_step_for"),
-            "output": (Request, "output"),
-        }[where]
-        original, calls = getattr(owner, name), []
-
-        def interrupted(*args):
-            result = original(*args)
-            calls.append(args)
-            if len(calls) == 2:
-                raise KeyboardInterrupt
-            return result
-
-        with monkeypatch.context() as patch:
-            patch.setattr(owner, name, interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                engine.generate([[1, 2], [3, 4], [5, 6]], GREEDY, use_tqdm=False)
-        assert set(engine._requests) <= {other}
-        done = []
-        while not engine.is_finished():
-            done += engine.step()[0]
-        assert [seq_id for seq_id, _ in done] == [other]
-        assert idle(engine)
-
-
-def test_two_engines_live_in_one_process(folder, llm):
-    with LLM(folder, device="cpu") as other:
-        assert (
-            other.generate([4, 4], GREEDY, use_tqdm=False)[0]["token_ids"]
-            == llm.generate([4, 4], GREEDY, use_tqdm=False)[0]["token_ids"]
-        )
 
 
 def test_dummy_weights_need_no_files_and_no_tokenizer(tmp_path):
