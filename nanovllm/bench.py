@@ -157,9 +157,9 @@ def load_transformers(path: str, dtype: torch.dtype, device: torch.device) -> An
     return model.to(device).eval()
 
 
-def parse_args(argv: list[str] | None) -> argparse.Namespace:
+def parse_args(argv: list[str] | None, prog: str = "bench.py") -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="bench.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--workload", choices=WORKLOADS, default="bench")
     which = parser.add_mutually_exclusive_group()
@@ -284,9 +284,9 @@ def report(args: argparse.Namespace, llm: LLM, path: str, start_s: float) -> dic
     return result
 
 
-def main(argv: list[str] | None = None) -> None:
+def main(argv: list[str] | None = None, prog: str = "bench.py") -> None:
     """Run what the command line asks for (`argv` without the program's name; default: this process's)."""
-    args = parse_args(argv)
+    args = parse_args(argv, prog)
     with tempfile.TemporaryDirectory() as scratch:
         llm, path, start_s = build_llm(args, Path(scratch))
         result = report(args, llm, path, start_s)

@@ -5,6 +5,8 @@ import os
 import pytest
 import torch
 
+from tests.helpers import save_random_model, save_tokenizer, small_config
+
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read by triton when a kernel is decorated, so before any import of one
 
@@ -15,3 +17,12 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    """Folder of a model small enough to be started again and again."""
+    path = tmp_path_factory.mktemp("tiny")
+    save_tokenizer(path)
+    save_random_model(path, small_config("qwen3", vocab_size=258, num_hidden_layers=1, max_position_embeddings=256))
+    return str(path)

@@ -14,7 +14,7 @@ from nanovllm.cli.chat import chat
 from nanovllm.cli.generate import Defaults, Feed, sampling_fields
 from nanovllm.cli.options import add_options, given_options, json_value
 from nanovllm.cli.progress import BatchProgress
-from nanovllm.cli.records import STREAM, input_size, is_parquet, parquet, read_lines
+from nanovllm.cli.records import STREAM, Line, input_size, is_parquet, parquet, read_lines
 from nanovllm.cli.resume import Done, FileOutput, Result, StreamOutput, content_hash, open_output
 from nanovllm.config import Config
 from nanovllm.utils.default_model import default_model_path
@@ -38,6 +38,7 @@ examples:
   nanovllm generate prompts.jsonl -o results.jsonl --model Qwen/Qwen3-0.6B --max-tokens 256
   zcat prompts.jsonl.gz | nanovllm generate - --temperature 0 > results.jsonl
   nanovllm generate prompts.parquet -o results.parquet --unordered
+  nanovllm generate prompts.jsonl -o results.jsonl --ray head-node:6379 --model Qwen/Qwen3-32B --tensor-parallel-size 2
 """
 
 
@@ -49,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command (`argv` without the program's name; default: this process's); its exit status."""
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["bench"]:
-        bench.main(argv[1:])  # has a parser of its own
+        bench.main(argv[1:], prog="nanovllm bench")  # has a parser of its own
         return 0
     args = build_parser().parse_args(argv)
     logging.basicConfig(level=logging.WARNING if args.quiet else logging.INFO, format="%(message)s")
@@ -81,6 +82,10 @@ def build_parser() -> argparse.ArgumentParser:
     batch.add_argument("--strict", action="store_true", help="exit status 1 if any line has an error")
     batch.add_argument("--restart", action="store_true", help="drop what is in OUTPUT and start again")
     batch.add_argument("--quiet", action="store_true", help="no progress, no summary")
+    batch.add_argument(
+        "--ray", nargs="?", const="local", metavar="ADDRESS", help="run replicas on a Ray cluster (default: one here)"
+    )
+    batch.add_argument("--replicas", type=int, metavar="N", help="on the cluster (default: as many as it has GPUs for)")
     talk = commands.add_parser("chat", help="talk in the terminal", description="Talk in the terminal.")
     talk.add_argument("--system", metavar="TEXT", help="system message")
     talk.add_argument("--quiet", action="store_true", help="no messages of the engine")
@@ -116,9 +121,27 @@ def run_generate(args: argparse.Namespace) -> int:
 
 def open_results(args: argparse.Namespace, defaults: Defaults, done: Done, stack: ExitStack) -> Iterator[Result | None]:
     """Load the model; results of all lines that are not done. `stack` closes what this opens."""
-    llm = stack.enter_context(open_llm(args))
     lines = (line for line in read_lines(args.input) if line is None or line.index not in done)
+    if args.ray is not None:
+        return open_replicas(args, defaults, lines, stack)
+    llm = stack.enter_context(open_llm(args))
     return iter(Feed(llm, lines, defaults, not args.unordered))
+
+
+def open_replicas(
+    args: argparse.Namespace, defaults: Defaults, lines: Iterator[Line | None], stack: ExitStack
+) -> Iterator[Result | None]:
+    """The same from engines on a Ray cluster."""
+    from nanovllm.ray import RayFeed, connect
+
+    options = given_options(args, Config, skip={"model"})
+    try:
+        connect(args.ray)
+        feed = RayFeed(args.model, options, defaults, lines, not args.unordered, args.replicas)
+    except ValueError as error:
+        raise Refusal(error) from error
+    stack.callback(feed.close)
+    return iter(feed)
 
 
 def checked_defaults(args: argparse.Namespace) -> Defaults:
@@ -137,6 +160,8 @@ def checked_defaults(args: argparse.Namespace) -> Defaults:
 def checked_output(args: argparse.Namespace) -> StreamOutput | FileOutput:
     """Where results go, once both ends are known to be there."""
     try:
+        if args.replicas is not None and (args.replicas < 1 or args.ray is None):
+            raise ValueError(f"--replicas must be at least 1 and needs --ray, got {args.replicas}")
         if args.input != STREAM and not os.path.exists(args.input):
             raise ValueError(f"{args.input} does not exist")
         if args.input != STREAM and os.path.realpath(args.input) == os.path.realpath(args.output):
@@ -150,7 +175,7 @@ def checked_output(args: argparse.Namespace) -> StreamOutput | FileOutput:
 
 def fingerprint(args: argparse.Namespace) -> dict[str, Any]:
     """What the results depend on. How they are reported may change on the way."""
-    other = {"input", "output", "command", "strict", "restart", "quiet"}
+    other = {"input", "output", "command", "strict", "restart", "quiet", "ray", "replicas"}
     options = {name.replace("_", "-"): value for name, value in vars(args).items() if name not in other}
     return {"input": content_hash(args.input), **options}
 

@@ -82,17 +82,17 @@ def _expert_gemm_kernel(
 
 
 def moe_config(num_pairs: int, num_experts: int, dtype: torch.dtype) -> MoEConfig:
-    """Tiles by the pairs that an expert gets on average."""
+    """Tiles by the pairs that an expert gets on average, as measured on an H200 with Qwen3-30B-A3B's shapes."""
     if dtype == torch.float32:
         return MoEConfig(16, Tile(32, 32, 4, 2), Tile(32, 32, 4, 2))
     mean = num_pairs / num_experts
-    if mean <= 6:
+    if mean <= 10:
         return MoEConfig(16, Tile(64, 128, 4, 3), Tile(64, 128, 4, 3))
     if mean <= 20:
         return MoEConfig(32, Tile(64, 64, 4, 5), Tile(64, 128, 4, 3))
     if mean <= 48:
         return MoEConfig(64, Tile(64, 64, 4, 4), Tile(128, 64, 4, 4))
-    return MoEConfig(128, Tile(128, 64, 8, 3), Tile(128, 64, 8, 4))
+    return MoEConfig(128, Tile(128, 64, 8, 4), Tile(256, 64, 8, 3))
 
 
 def _expert_gemm(

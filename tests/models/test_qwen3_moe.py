@@ -68,10 +68,14 @@ def test_unbalanced_routing(tmp_path):
 
 def test_triton_kernels_in_the_engine(tmp_path):
     reference = save_random_model(tmp_path, moe_config())
-    prompt = random_prompt(20, 1)
-    with LLM(tmp_path, attention_backend="triton", max_num_seqs=4) as llm, torch.inference_mode():
-        expected = reference(torch.tensor([prompt])).logits[0]
-        torch.testing.assert_close(engine_logits(llm, prompt), expected, rtol=1e-4, atol=1e-4)
+    prompts = [random_prompt(20, 1), random_prompt(2, 2)]
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    with LLM(tmp_path, attention_backend="triton", max_num_seqs=4, enable_prefix_caching=False) as llm:
+        with torch.inference_mode():
+            expected = reference(torch.tensor([prompts[0]])).logits[0]
+        torch.testing.assert_close(engine_logits(llm, prompts[0]), expected, rtol=1e-4, atol=1e-4)
+        outs = llm.generate(prompts, params, use_tqdm=False)
+    assert [out["token_ids"] for out in outs] == [reference_greedy(reference, prompt, 2) for prompt in prompts]
 
 
 def change_tensors(folder, change):
