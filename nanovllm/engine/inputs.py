@@ -115,7 +115,7 @@ def _integers(ids: list[Any], name: str) -> tuple[list[int], int, int]:
         return [], 0, 0
     try:
         values = int32_array(ids)
-    except struct.error:  # no integer, or beyond 32 bits
+    except (struct.error, TypeError):  # no integer, or beyond 32 bits
         pass
     else:
         smallest, largest = int(values.min()), int(values.max())

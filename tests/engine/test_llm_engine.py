@@ -212,6 +212,7 @@ def test_generate_leaves_requests_of_others_to_step(llm, reference):
         (["a", "b"], [SamplingParams()], ValueError, "1 sampling_params were given for 2 prompts"),
         ([""], None, ValueError, "prompt 0: the prompt is empty"),
         (["a", "b\ud800c"], None, ValueError, "prompt 1: the tokenizer refused the text"),
+        ([[5, np.array([1, 2])]], None, TypeError, r"prompt 0: token ids must be integers, got array\(\[1, 2\]\)"),
         ([{1, 2}], None, TypeError, "prompt 0: a prompt is a str or a list of token ids"),
         (["a"], {}, TypeError, r"sampling_params must be SamplingParams or a list of them, got \{\}"),
         (["a"], [0.7], TypeError, r"prompt 0: sampling_params must be SamplingParams, got 0\.7"),
