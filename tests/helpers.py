@@ -10,6 +10,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
+    MistralConfig,
+    Olmo2Config,
+    Phi3Config,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
@@ -19,7 +22,15 @@ from transformers import (
 import nanovllm
 from nanovllm.engine.step import StepInput
 
-CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config, "qwen3_moe": Qwen3MoeConfig}
+CONFIGS = {
+    "llama": LlamaConfig,
+    "mistral": MistralConfig,
+    "olmo2": Olmo2Config,
+    "phi3": Phi3Config,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+    "qwen3_moe": Qwen3MoeConfig,
+}
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LIBRARY = str(Path(nanovllm.__file__).parent)
 VOCAB = 199  # prime, so that no padding to a round size hides
@@ -43,7 +54,7 @@ def small_config(family: str, **changes):
         "initializer_range": 0.15,
     }
     fields.update(changes)
-    if family == "qwen2":
+    if family in ("qwen2", "olmo2", "phi3"):
         del fields["head_dim"]  # its config has none: hidden_size / num_attention_heads
     config = CONFIGS[family](**fields)
     config.architectures = [CONFIGS[family].__name__.replace("Config", "ForCausalLM")]

@@ -169,8 +169,9 @@ def choose_backend(
     """
     if name == "auto":
         name = "triton" if device.type == "cuda" else "torch"
+    windows = set(spec.windows) or {None}
     if name == "torch":
-        return torch_ops(), TorchAttention()
+        return torch_ops(), TorchAttention(windows)
     if device.type == "cpu" and not (name == "triton" and os.environ.get("TRITON_INTERPRET") == "1"):
         raise ValueError(
             f"attention_backend {name!r} needs a GPU; on a CPU use 'torch' (or TRITON_INTERPRET=1 to test 'triton')"
@@ -180,7 +181,7 @@ def choose_backend(
     from nanovllm.layers.triton_attention import TritonAttention
 
     shape = (max_num_seqs, spec.num_q_heads, spec.num_kv_heads, spec.head_dim)
-    return triton_ops(device, dtype), TritonAttention(*shape, device, share=share)
+    return triton_ops(device, dtype), TritonAttention(*shape, device, windows, share)
 
 
 def shared_prefix_finder(
