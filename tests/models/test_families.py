@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.models.registry import model_spec
 from tests.helpers import engine_logits, random_prompt, reference_greedy, save_random_model, small_config
 
 LENGTHS = (1, 15, 16, 17, 255, 256, 257)
@@ -127,8 +126,9 @@ def test_what_would_change_the_result_is_refused_by_name(family, changes, messag
     config = small_config(family, **(changes if family == "phi3" else {}))
     for name, value in changes.items():
         setattr(config, name, value)
+    config.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=message):
-        model_spec(config)
+        LLM(tmp_path, device="cpu", load_format="dummy")
 
 
 def test_other_architectures_are_refused_with_the_list_of_supported_ones(tmp_path):
