@@ -9,6 +9,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
     Olmo2Config,
@@ -23,6 +24,7 @@ import nanovllm
 from nanovllm.engine.step import StepInput
 
 CONFIGS = {
+    "gemma3": Gemma3TextConfig,
     "llama": LlamaConfig,
     "mistral": MistralConfig,
     "olmo2": Olmo2Config,
@@ -57,7 +59,7 @@ def small_config(family: str, **changes):
     if family in ("qwen2", "olmo2", "phi3"):
         del fields["head_dim"]  # its config has none: hidden_size / num_attention_heads
     config = CONFIGS[family](**fields)
-    config.architectures = [CONFIGS[family].__name__.replace("Config", "ForCausalLM")]
+    config.architectures = [CONFIGS[family].__name__.replace("Config", "ForCausalLM").replace("Text", "")]
     return config
 
 

@@ -29,7 +29,7 @@ from nanovllm.layers.ops import Ops, torch_ops, triton_ops
 from nanovllm.models.decoder import Build, DecoderForCausalLM, DecoderSpec
 from nanovllm.models.registry import model_spec
 from nanovllm.utils.checkpoint import Checkpoint, open_checkpoint
-from nanovllm.utils.loader import fill_with_random_weights, is_packed, load_weights, optimize_linears
+from nanovllm.utils.loader import fill_with_random_weights, finish_loading, is_packed, load_weights
 
 logger = logging.getLogger("nanovllm")
 
@@ -219,7 +219,7 @@ def load_model(spec: DecoderSpec, build: Build, config: Config, checkpoint: Chec
         fill_with_random_weights(model, config.seed)
     else:
         load_weights(model, checkpoint.weights(build.device), str(checkpoint.path))
-    optimize_linears(model, build.ops)
+    finish_loading(model, build.ops)
     return model
 
 

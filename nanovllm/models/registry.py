@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from nanovllm.models.decoder import DecoderSpec
+from nanovllm.models.gemma3 import gemma3_spec
 from nanovllm.models.llama import llama_spec
 from nanovllm.models.mistral import mistral_spec
 from nanovllm.models.olmo2 import olmo2_spec
@@ -13,6 +14,7 @@ from nanovllm.models.qwen3 import qwen3_spec
 from nanovllm.models.qwen3_moe import qwen3_moe_spec
 
 FAMILIES: dict[str, Callable[[Any], DecoderSpec]] = {
+    "Gemma3ForCausalLM": gemma3_spec,
     "LlamaForCausalLM": llama_spec,
     "MistralForCausalLM": mistral_spec,
     "Olmo2ForCausalLM": olmo2_spec,

@@ -23,6 +23,16 @@ SHAPES = {
             }
         },
     ),
+    "gemma3": (
+        "gemma3",
+        {
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "sliding_window": 33,
+            "query_pre_attn_scalar": 24,
+            "tie_word_embeddings": True,
+        },
+    ),
     "mistral": ("mistral", {"sliding_window": None}),
     "mistral-window": ("mistral", {"sliding_window": 32}),
     "mistral-window-of-two": ("mistral", {"sliding_window": 2}),
