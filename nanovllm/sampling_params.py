@@ -6,6 +6,7 @@ from numbers import Integral, Real
 
 GREEDY_BELOW = 1e-5  # a lower temperature would overflow the division and means "the most likely token" anyway
 MAX_LOGPROBS = 20
+MAX_N = 2**14
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +23,7 @@ class SamplingParams:
         top_k: sample from the `top_k` most likely tokens; 0 or -1, or more than the vocabulary has, is off.
         min_p: in [0, 1]; drop tokens less likely than `min_p` times the most likely one. 0 is off.
         seed: 64-bit seed of this request's draws; None derives one from the engine's seed and the request's number.
-        n: number of completions.
+        n: number of completions, at most 16384.
         max_tokens: upper bound on generated tokens, at least 1; None is as many as the model's window allows.
         min_tokens: nothing but length ends the completion before it has so many tokens.
         repetition_penalty: above 0; divides positive and multiplies negative logits of every token that the prompt or
@@ -76,7 +77,7 @@ class SamplingParams:
         self._set("presence_penalty", checked_real("presence_penalty", self.presence_penalty, -2, 2))
         self._set("frequency_penalty", checked_real("frequency_penalty", self.frequency_penalty, -2, 2))
         self._set("top_k", checked_int("top_k", self.top_k, -1))
-        self._set("n", checked_int("n", self.n, 1))
+        self._set("n", checked_int("n", self.n, 1, MAX_N))
         self._set("min_tokens", checked_int("min_tokens", self.min_tokens, 0))
         if self.max_tokens is not None:
             self._set("max_tokens", checked_int("max_tokens", self.max_tokens, 1))

@@ -40,6 +40,7 @@ def test_low_temperatures_are_greedy():
         ({"top_k": 1.5}, TypeError, "top_k must be an integer, got 1.5"),
         ({"min_p": 1.1}, ValueError, "min_p must be between 0 and 1, got 1.1"),
         ({"n": 0}, ValueError, "n must be at least 1, got 0"),
+        ({"n": 2**14 + 1}, ValueError, "n must be at most 16384, got 16385"),
         ({"seed": 2**63}, ValueError, "seed must be at most"),
         ({"seed": "x"}, TypeError, "seed must be an integer, got 'x'"),
         ({"stop": 5}, TypeError, "stop must be a string or a list of strings, got 5"),

@@ -96,7 +96,7 @@ def build_engine_parts(config: Config) -> EngineParts:
     )
     tokenizer = checkpoint.tokenizer()
     blocks = BlockManager(num_blocks, block_size, config.enable_prefix_caching)
-    eos = eos_token_ids(checkpoint, tokenizer)
+    eos = eos_token_ids(checkpoint, tokenizer, spec.vocab_size)
     return EngineParts(
         tokenizer=tokenizer,
         vocab_size=spec.vocab_size,
@@ -223,9 +223,12 @@ def load_model(spec: DecoderSpec, build: Build, config: Config, checkpoint: Chec
     return model
 
 
-def eos_token_ids(checkpoint: Checkpoint, tokenizer: Any) -> frozenset[int]:
-    """Every id of the generation config, and the tokenizer's own."""
+def eos_token_ids(checkpoint: Checkpoint, tokenizer: Any, vocab_size: int) -> frozenset[int]:
+    """Every id of the generation config, and the tokenizer's own, as far as the model can draw them."""
     ids = set(checkpoint.eos_token_ids())
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         ids.add(tokenizer.eos_token_id)
-    return frozenset(ids)
+    beyond = sorted(token_id for token_id in ids if token_id >= vocab_size)
+    if beyond:
+        logger.warning("end-of-sequence ids %s are outside the model's vocabulary of %d", beyond, vocab_size)
+    return frozenset(ids.difference(beyond))

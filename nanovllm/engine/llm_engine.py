@@ -19,7 +19,7 @@ from nanovllm.engine.model_runner import StepResult
 from nanovllm.engine.request import Output, Request, StreamOutput, make_request, stop_checker
 from nanovllm.engine.scheduler import Batch
 from nanovllm.engine.sequence import Sequence, Status
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import SamplingParams, checked_int
 from nanovllm.utils.collector import collector_frozen, collector_off
 from nanovllm.utils.progress import Progress
 
@@ -116,9 +116,13 @@ class LLMEngine:
             return self.scheduler.is_finished() and not self._finished
 
     def abort(self, seq_id: int) -> bool:
-        """Drop a request that `add_request` returned; False when there is no such unfinished request."""
+        """Drop a request that `add_request` returned; False when there is no such unfinished request.
+
+        Raises:
+            TypeError, ValueError: `seq_id` is no id.
+        """
         with self._open():
-            request = self._requests.get(seq_id)
+            request = self._requests.get(checked_int("seq_id", seq_id, 0))
             if request is None or request.request_id != seq_id:
                 return False
             self._abandoned.append(request)

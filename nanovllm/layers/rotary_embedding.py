@@ -1,5 +1,6 @@
 """Rotary position embedding: the table of cosines and sines (Su et al., 2021) and its scaled variants."""
 
+import math
 from typing import Any
 
 import torch
@@ -29,6 +30,13 @@ def inverse_frequencies(hf_config: Any, head_dim: int) -> tuple[torch.Tensor, fl
         ValueError: for a scaling that is not implemented.
     """
     settings = rope_settings(hf_config)
+    frequencies, factor = _scaled_frequencies(hf_config, settings, head_dim)
+    if not (frequencies.isfinite().all() and math.isfinite(factor)):
+        raise ValueError(f"rope settings that give infinite angles: {settings}")
+    return frequencies, factor
+
+
+def _scaled_frequencies(hf_config: Any, settings: dict[str, Any], head_dim: int) -> tuple[torch.Tensor, float]:
     kind = settings["rope_type"]
     if not isinstance(settings["rope_theta"], (int, float)) or settings["rope_theta"] <= 0:
         raise ValueError(f"rope_theta must be a positive number, got {settings['rope_theta']!r}")
@@ -39,7 +47,10 @@ def inverse_frequencies(hf_config: Any, head_dim: int) -> tuple[torch.Tensor, fl
         raise ValueError(f"rope scaling {kind!r} is not supported; supported are default, {', '.join(SCALED_TYPES)}")
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    frequencies, factor = ROPE_INIT_FUNCTIONS[kind](hf_config, torch.device("cpu"))
+    try:
+        frequencies, factor = ROPE_INIT_FUNCTIONS[kind](hf_config, torch.device("cpu"))
+    except (TypeError, ValueError, KeyError, ArithmeticError) as error:
+        raise ValueError(f"rope settings {settings} cannot be used: {error!r}") from error
     return frequencies.float(), float(factor)
 
 

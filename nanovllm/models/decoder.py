@@ -76,12 +76,11 @@ class DecoderSpec:
             raise ValueError(f"quantised checkpoints are not supported: {hf_config.quantization_config}")
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
         for name in sizes:
-            if not isinstance(getattr(hf_config, name, None), int) or getattr(hf_config, name) < 1:
-                raise ValueError(
-                    f"{name} in the model's config must be 1 or more, got {getattr(hf_config, name, None)}"
-                )
+            _size(hf_config, name)
         num_q_heads = hf_config.num_attention_heads
-        num_kv_heads = getattr(hf_config, "num_key_value_heads", None) or num_q_heads
+        num_kv_heads = _size(hf_config, "num_key_value_heads", num_q_heads)
+        if not isinstance(hf_config.rms_norm_eps, float) or not 0 <= hf_config.rms_norm_eps < 1:
+            raise ValueError(f"rms_norm_eps in the model's config must be in [0, 1), got {hf_config.rms_norm_eps}")
         if num_q_heads % num_kv_heads:
             raise ValueError(f"num_attention_heads {num_q_heads} is not a multiple of {num_kv_heads} KV heads")
         return cls(
@@ -92,11 +91,20 @@ class DecoderSpec:
             num_layers=hf_config.num_hidden_layers,
             num_q_heads=num_q_heads,
             num_kv_heads=num_kv_heads,
-            head_dim=getattr(hf_config, "head_dim", None) or hf_config.hidden_size // num_q_heads,
+            head_dim=_size(hf_config, "head_dim", hf_config.hidden_size // num_q_heads),
             rms_norm_eps=hf_config.rms_norm_eps,
             tie_word_embeddings=bool(getattr(hf_config, "tie_word_embeddings", False)),
             **switches,
         )
+
+
+def _size(hf_config: Any, name: str, default: int | None = None) -> int:
+    """A positive number of the config; `default` where it has none."""
+    value = getattr(hf_config, name, None)
+    value = default if value is None else value
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} in the model's config must be 1 or more, got {value}")
+    return value
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,14 @@ import torch
 from nanovllm.utils.hub import is_gguf, resolve_model
 from nanovllm.utils.safetensors_files import safetensors_weights
 
+MAX_LAYERS = 10_000
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+
+
+def check_num_layers(value: Any, source: Path) -> None:
+    """Refuse an absurd number of layers before transformers makes lists of that length."""
+    if isinstance(value, int) and value > MAX_LAYERS:
+        raise ValueError(f"{source}: {value} layers are more than {MAX_LAYERS}")
 
 
 class Checkpoint(Protocol):
@@ -58,6 +65,7 @@ class FolderCheckpoint:
         raw = self._read_json("config.json")
         if raw is None:
             raise ValueError(f"{self.path}: no config.json in the folder")
+        check_num_layers(raw.get("num_hidden_layers"), self.path / "config.json")
         try:
             return AutoConfig.from_pretrained(self.path, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # transformers validates with many exception types
@@ -94,7 +102,7 @@ class FolderCheckpoint:
             return None
         try:
             content = json.loads(file.read_text(encoding="utf-8"))
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        except (ValueError, RecursionError) as error:  # also text that is no UTF-8
             raise ValueError(f"{file}: not valid JSON ({error})") from error
         if not isinstance(content, dict):
             raise ValueError(f"{file}: not a JSON object")

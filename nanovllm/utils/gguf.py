@@ -19,6 +19,8 @@ import torch
 from gguf import GGML_QUANT_SIZES, dequantize
 from gguf import GGMLQuantizationType as TensorType
 
+from nanovllm.utils.checkpoint import check_num_layers
+
 FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}  # by architecture; what transformers calls them
 # Types of metadata values: struct codes of the scalars by their number in the format, and the two others.
 SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
@@ -161,12 +163,14 @@ class GGUFCheckpoint:
                 raise ValueError(f"{self.path}: {key} {self._size(key)} unlike head size {head_dim} is not supported")
         theta = self._field(f"{self._architecture}.rope.freq_base", float, 10000.0)
         eos = self.eos_token_ids()
+        num_layers = self._size("block_count")
+        check_num_layers(num_layers, self.path)
         return {
             "architectures": [f"{FAMILIES[self._architecture]}ForCausalLM"],
             "vocab_size": embedding.shape[0],
             "hidden_size": hidden,
             "intermediate_size": self._size("feed_forward_length"),
-            "num_hidden_layers": self._size("block_count"),
+            "num_hidden_layers": num_layers,
             "num_attention_heads": heads,
             "num_key_value_heads": self._size("attention.head_count_kv", heads),
             "head_dim": head_dim,

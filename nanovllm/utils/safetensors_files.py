@@ -68,7 +68,7 @@ def _indexed_files(folder: Path, index: Path) -> list[tuple[Path, set[str] | Non
             shards.setdefault(shard, set()).add(name)
         if not all(isinstance(shard, str) for shard in shards):
             raise TypeError("a shard is not a string")
-    except (json.JSONDecodeError, KeyError, AttributeError, TypeError, UnicodeDecodeError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise ValueError(f"{index}: not a valid index of safetensors shards ({error!r})") from error
     for shard in shards:
         if Path(shard).name != shard:

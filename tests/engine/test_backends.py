@@ -3,6 +3,7 @@
 On a GPU natively; on a CPU the Triton kernels run in Triton's interpreter, on a smaller case.
 """
 
+import gc
 import importlib.util
 
 import numpy as np
@@ -84,7 +85,14 @@ def test_flash_attn_agrees_with_triton_in_half_precision(tmp_path, eager):
     prompts = [random_prompt(n, n) for n in range(1, 400, 7)]
     first = {}
     for backend in ("flash_attn", "triton"):
-        with LLM(tmp_path, dtype="float16", attention_backend=backend, enforce_eager=eager, max_num_seqs=64) as llm:
+        with LLM(
+            tmp_path,
+            dtype="float16",
+            attention_backend=backend,
+            enforce_eager=eager,
+            max_num_seqs=64,
+            num_kvcache_blocks=140,
+        ) as llm:
             first[backend] = [tokens[:4] for tokens in generate(llm, prompts, max_tokens=4)]
     same = np.mean([a == b for a, b in zip(first["flash_attn"], first["triton"], strict=True)])
     assert same > 0.9
@@ -173,6 +181,11 @@ def test_memory_that_is_missing_is_named(model):
 @pytest.mark.gpu
 def test_pool_takes_the_share_of_free_memory_and_close_gives_it_back(model):
     folder, prompts, expected = model
+    with LLM(
+        folder, dtype="float32", num_kvcache_blocks=40
+    ) as llm:  # libraries take memory at their first use and keep it
+        assert generate(llm, prompts[:2]) == expected[:2]
+    gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.mem_get_info()[0]
     for _ in range(3):
@@ -182,7 +195,7 @@ def test_pool_takes_the_share_of_free_memory_and_close_gives_it_back(model):
         assert generate(llm, prompts[:2]) == expected[:2]
         llm.close()
     torch.cuda.empty_cache()
-    assert before - torch.cuda.mem_get_info()[0] < 2**28
+    assert before - torch.cuda.mem_get_info()[0] < 2**25
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU runs the kernels natively")

@@ -9,7 +9,8 @@ from nanovllm import LLM, SamplingParams
 from tests.helpers import DEVICE, reference_greedy, save_random_model, save_tokenizer, small_config
 
 # On a machine with a GPU the same tests cover the kernels, the graphs and the redraw from their logits.
-ON = {"device": DEVICE, "dtype": "float32", "kvcache_block_size": 16}
+# Several engines live at once, so each has a small pool.
+ON = {"device": DEVICE, "dtype": "float32", "kvcache_block_size": 16, "num_kvcache_blocks": 100}
 PROMPTS = [[5, 6, 7], list(range(40, 75)), [9]]
 
 
@@ -91,7 +92,7 @@ def test_penalties_survive_preemption(folder, reference):
     with LLM(folder, **ON) as roomy:
         expected = tokens(roomy, prompts, penalised)
     for overlap in (False, True):
-        with LLM(folder, **ON, num_kvcache_blocks=6, overlap=overlap) as tight:
+        with LLM(folder, **{**ON, "num_kvcache_blocks": 6}, overlap=overlap) as tight:
             assert tokens(tight, prompts, penalised) == expected
 
 
@@ -186,7 +187,7 @@ def test_seeded_requests_draw_the_same_whatever_surrounds_them(folder):
         {"overlap": True},
         {"max_num_batched_tokens": 8},
     ):
-        with LLM(folder, **ON, **{"max_num_seqs": 8, **options}) as engine:
+        with LLM(folder, **{**ON, "max_num_seqs": 8, **options}) as engine:
             tokens(engine, [3], params())  # moves the request numbers
             others = [params(temperature=0.7)] * 3
             runs.append(tokens(engine, [[1, 2], PROMPTS[1], [8], [4]], [others[0], mine, *others[1:]])[1])

@@ -88,9 +88,10 @@ def test_abort_at_any_time_leaves_the_others_alone(work, data):
     sim.scheduler.block_manager.check_integrity([])
 
 
-def test_a_long_prompt_does_not_hold_up_who_is_generating():
+@pytest.mark.parametrize("delay", [0, 1, 2])
+def test_a_long_prompt_does_not_hold_up_who_is_generating(delay):
     """A 20,000-token prompt at a budget of 512: each running sequence gets a token every step."""
-    sim = Simulation(num_blocks=2000, block_size=16, max_num_seqs=8, max_tokens=512)
+    sim = Simulation(num_blocks=2000, block_size=16, max_num_seqs=8, max_tokens=512, delay=delay)
     running = [sim.add([i], 60) for i in range(4)]
     sim.step()
     long = sim.add([1] * 20_000, 3)
@@ -113,6 +114,41 @@ def test_a_running_prompt_older_than_the_decodes_does_not_hold_them_up():
     for _ in range(3):
         scheduled = [item.seq for item in sim.step().items]
         assert all(seq in scheduled for seq in young)
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_who_waits_for_room_is_not_overtaken_for_ever(delay):
+    """It needs the whole pool, and a small request comes in every step."""
+    sim = Simulation(num_blocks=10, block_size=2, max_num_seqs=4, max_tokens=64, delay=delay)
+    for i in range(4):
+        sim.add([i], 6)
+    sim.step()
+    big = sim.add([7] * 19, 2)
+    for i in range(60):
+        sim.add([i % 5, 3], 4)
+        sim.step()
+        if big.status is Status.FINISHED:
+            break
+    assert i < 14  # four that run need at most six steps, and it needs two of its own
+    assert big.completion_token_ids == expected_completion([7] * 19, 21, True)
+    sim.run(1000)
+    first_steps = {}
+    for number, batch in enumerate(sim.batches):
+        for item in batch.items:
+            first_steps.setdefault(item.seq.seq_id, number)
+    order = [first_steps[seq.seq_id] for seq in sim.sequences]
+    assert order == sorted(order)  # in order of arrival, all of them
+
+
+def test_preempted_sequence_finds_its_own_blocks_again():
+    sim = Simulation(num_blocks=8, block_size=2, max_num_seqs=2, max_tokens=64)
+    first, second = sim.add([1, 2, 3], 9), sim.add([4, 5, 6, 7, 8], 7)
+    sim.run(100)
+    assert second.num_preemptions == 1
+    admissions = [item for batch in sim.batches for item in batch.items if item.seq is second and item.epoch == 1]
+    assert admissions[0].start >= 4  # published before it was preempted, and not taken by the first one
+    assert second.completion_token_ids == expected_completion([4, 5, 6, 7, 8], 12, True)
+    assert first.completion_token_ids == expected_completion([1, 2, 3], 12, True)
 
 
 def test_preempted_sequences_keep_their_tokens_and_hit_their_own_cached_blocks():
