@@ -128,6 +128,10 @@ class Soak:
                 self.figures[name] += int(llm.stats()[name])
         self.figures["engines"] += 1
 
+    def num_lost(self) -> int:
+        """Requests that neither came back nor were dropped on purpose."""
+        return self.figures["requests"] - sum(self.figures[n] for n in ("answered", "aborted", "streams left early"))
+
 
 class EngineLoad:
     """The load of one engine; `outstanding` requests were added and are still to be reported."""
@@ -275,9 +279,8 @@ def main() -> None:
                 report_at += 0.1 * (end - began)
     growth = rss_mib() - warm
     figures = {**soak.figures, "minutes": args.minutes, "rss_mib_warm": round(warm), "rss_mib_growth": round(growth, 1)}
-    lost = figures["requests"] - sum(soak.figures[name] for name in ("answered", "aborted", "streams left early"))
-    print(json.dumps({**figures, "lost": lost}))
-    assert lost == 0, f"{lost} requests were lost"
+    print(json.dumps({**figures, "lost": soak.num_lost()}))
+    assert soak.num_lost() == 0, f"{soak.num_lost()} requests were lost"
     assert growth < 0.1 * warm, f"{growth:.0f} MiB more than after {(warm_at - began) / 60:.0f} minutes"
 
 

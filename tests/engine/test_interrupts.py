@@ -1,7 +1,7 @@
 """Ctrl-C at any line of the library: the call that it hits leaves nothing behind, and nobody else loses anything.
 
 A trace function counts the lines of nanovllm/ that a call executes and raises KeyboardInterrupt at one of them. CI
-takes a sample of the lines; NANOVLLM_ALL_INTERRUPTS=1 takes every one.
+takes a few of the lines; NANOVLLM_INTERRUPTS=1000 takes so many of each call, or all where there are fewer.
 """
 
 import gc
@@ -13,8 +13,7 @@ import pytest
 from nanovllm import LLM, SamplingParams
 from tests.helpers import Interrupter, save_random_model, save_tokenizer, small_config
 
-SAMPLE = 40
-ALL = os.environ.get("NANOVLLM_ALL_INTERRUPTS") == "1"
+SAMPLE = int(os.environ.get("NANOVLLM_INTERRUPTS", "25"))
 PROMPTS = [[1, 2, 3], [4] * 20, [5, 6]]
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=4, ignore_eos=True),
@@ -69,7 +68,7 @@ def lines_of(call):
     """Numbers of the lines to interrupt, of all that `call` executes."""
     counter = Interrupter(-1)
     counter.run(call)
-    return range(1, counter.count, 1 if ALL else max(1, counter.count // SAMPLE))
+    return range(1, counter.count, max(1, counter.count // SAMPLE))
 
 
 @pytest.mark.parametrize("call", [generate, stream])
@@ -141,4 +140,4 @@ def test_interrupt_at_any_line_of_step(llm):
         else:
             assert sorted(done) == list(zip(keys, expected, strict=True)), interrupter.where
         check_idle(llm)
-    assert num_returns <= (6 if ALL else 1)
+    assert num_returns <= 1 + SAMPLE // 100
