@@ -175,8 +175,8 @@ class LLMEngine:
             stop token id that ended it, or what failed), `prompt_token_ids`,
             `num_cached_tokens` (prompt tokens found in the prefix cache), `metrics` (seconds: `queue_time`,
             `time_to_first_token`, `time_per_output_token`), `logprobs` where asked for (a dict a token: id to
-            `logprob` and `token`), `prompt_logprobs` likewise (None for the first token), and for `n` > 1 `completions`,
-            a list of dicts of which the first is repeated above.
+            `logprob` and `token`), `prompt_logprobs` likewise (None for the first token), and for `n` > 1
+            `completions`, a list of dicts of which the first is repeated above.
 
         Raises:
             TypeError, ValueError: naming the prompt and what is wrong with it; nothing has run then.
