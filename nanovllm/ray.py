@@ -169,8 +169,9 @@ class BatchGenerator:
 
     A row may have `sampling_params` of its own; other columns are kept. Each result column is there in every batch:
     text, finish_reason, stop_reason, num_prompt_tokens, num_output_tokens, num_cached_tokens, output_token_ids, error
-    (of a row that could not run; the others go on), and `completions` and `logprobs` as JSON. A row's seed comes from
-    what is in the row, so that it draws the same on whatever replica, and again when Ray repeats the batch.
+    (of a row that could not run; the others go on), and, as JSON, completions, logprobs and prompt_logprobs. A row's
+    seed comes from what is in the row, so that it draws the same on whatever replica, and again when Ray repeats the
+    batch.
 
     Args:
         model: as for `LLM`; None is the embedded default model.
@@ -180,7 +181,7 @@ class BatchGenerator:
     """
 
     COLUMNS = tuple(name for name in RESULTS)
-    AS_JSON = ("completions", "logprobs")
+    AS_JSON = ("completions", "logprobs", "prompt_logprobs")
 
     def __init__(
         self,

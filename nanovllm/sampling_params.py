@@ -38,6 +38,8 @@ class SamplingParams:
         ignore_eos: go on after an end-of-sequence token.
         logprobs: report the log-probability of each drawn token and of so many most likely ones (0 to 20),
             of the model's own distribution, before temperature and filters.
+        prompt_logprobs: report the same for each prompt token but the first. Such a prompt is computed whole: none of
+            its KV is taken from the prefix cache.
         detokenize: make `text`; False leaves it None.
         skip_special_tokens: leave special tokens out of `text`.
 
@@ -64,6 +66,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
 
@@ -85,8 +88,9 @@ class SamplingParams:
                 raise ValueError(f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})")
         if self.seed is not None:
             self._set("seed", checked_int("seed", self.seed, -(2**63), 2**63 - 1))
-        if self.logprobs is not None:
-            self._set("logprobs", checked_int("logprobs", self.logprobs, 0, MAX_LOGPROBS))
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                self._set(name, checked_int(name, getattr(self, name), 0, MAX_LOGPROBS))
         for name in ("ignore_eos", "include_stop_str_in_output", "detokenize", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")

@@ -9,7 +9,11 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
+    MistralConfig,
+    Olmo2Config,
+    Phi3Config,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
@@ -19,7 +23,16 @@ from transformers import (
 import nanovllm
 from nanovllm.engine.step import StepInput
 
-CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config, "qwen3_moe": Qwen3MoeConfig}
+CONFIGS = {
+    "gemma3": Gemma3TextConfig,
+    "llama": LlamaConfig,
+    "mistral": MistralConfig,
+    "olmo2": Olmo2Config,
+    "phi3": Phi3Config,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+    "qwen3_moe": Qwen3MoeConfig,
+}
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LIBRARY = str(Path(nanovllm.__file__).parent)
 VOCAB = 199  # prime, so that no padding to a round size hides
@@ -43,10 +56,10 @@ def small_config(family: str, **changes):
         "initializer_range": 0.15,
     }
     fields.update(changes)
-    if family == "qwen2":
+    if family in ("qwen2", "olmo2", "phi3"):
         del fields["head_dim"]  # its config has none: hidden_size / num_attention_heads
     config = CONFIGS[family](**fields)
-    config.architectures = [CONFIGS[family].__name__.replace("Config", "ForCausalLM")]
+    config.architectures = [CONFIGS[family].__name__.replace("Config", "ForCausalLM").replace("Text", "")]
     return config
 
 

@@ -8,7 +8,7 @@ from nanovllm.cli.records import Fields, Job
 from nanovllm.sampling_params import SamplingParams
 
 URL = "/v1/chat/completions"
-SAMPLING = {f.name for f in dataclass_fields(SamplingParams)} - {"logprobs", "detokenize"}
+SAMPLING = {f.name for f in dataclass_fields(SamplingParams)} - {"logprobs", "prompt_logprobs", "detokenize"}
 WITHOUT_EFFECT = {"model", "messages", "user", "metadata", "store", "service_tier"}  # on what is generated
 ALLOWED = {"stream": (False, None), "response_format": ({"type": "text"}, None)}  # other values would be ignored
 

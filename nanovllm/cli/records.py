@@ -21,9 +21,13 @@ STREAM = "-"  # standard input or output
 SOURCES = ("prompt", "messages", "token_ids")
 RESULTS = (  # what a line out adds; fields of a line in under these names, from an earlier run, are replaced
     *("text", "finish_reason", "stop_reason", "num_prompt_tokens", "num_output_tokens", "num_cached_tokens"),
-    *("output_token_ids", "logprobs", "completions", "error"),
+    *("output_token_ids", "logprobs", "prompt_logprobs", "completions", "error"),
 )
-TEXT_COLUMNS = {"logprobs", "completions"}  # in Parquet, as JSON: their keys are token ids, no columns
+TEXT_COLUMNS = {
+    "logprobs",
+    "prompt_logprobs",
+    "completions",
+}  # in Parquet, as JSON: their keys are token ids, no columns
 PARQUET_ROWS = 1024  # of one batch, in memory at a time
 STREAM_LINES = 1024  # read ahead of the engine
 
@@ -210,6 +214,8 @@ def success(fields: Fields, output: Fields, token_ids: bool) -> Fields:
     record = {**kept(fields), **completions[0]}
     record["num_prompt_tokens"] = len(output["prompt_token_ids"])
     record["num_cached_tokens"] = output["num_cached_tokens"]
+    if "prompt_logprobs" in output:
+        record["prompt_logprobs"] = output["prompt_logprobs"]
     if len(completions) > 1:
         record["completions"] = completions
     return record

@@ -29,7 +29,7 @@ from nanovllm.layers.ops import Ops, torch_ops, triton_ops
 from nanovllm.models.decoder import Build, DecoderForCausalLM, DecoderSpec
 from nanovllm.models.registry import model_spec
 from nanovllm.utils.checkpoint import Checkpoint, open_checkpoint
-from nanovllm.utils.loader import fill_with_random_weights, is_packed, load_weights, optimize_linears
+from nanovllm.utils.loader import fill_with_random_weights, finish_loading, is_packed, load_weights
 
 logger = logging.getLogger("nanovllm")
 
@@ -169,8 +169,9 @@ def choose_backend(
     """
     if name == "auto":
         name = "triton" if device.type == "cuda" else "torch"
+    windows = set(spec.windows) or {None}
     if name == "torch":
-        return torch_ops(), TorchAttention()
+        return torch_ops(), TorchAttention(windows)
     if device.type == "cpu" and not (name == "triton" and os.environ.get("TRITON_INTERPRET") == "1"):
         raise ValueError(
             f"attention_backend {name!r} needs a GPU; on a CPU use 'torch' (or TRITON_INTERPRET=1 to test 'triton')"
@@ -180,7 +181,7 @@ def choose_backend(
     from nanovllm.layers.triton_attention import TritonAttention
 
     shape = (max_num_seqs, spec.num_q_heads, spec.num_kv_heads, spec.head_dim)
-    return triton_ops(device, dtype), TritonAttention(*shape, device, share=share)
+    return triton_ops(device, dtype), TritonAttention(*shape, device, windows, share)
 
 
 def shared_prefix_finder(
@@ -218,7 +219,7 @@ def load_model(spec: DecoderSpec, build: Build, config: Config, checkpoint: Chec
         fill_with_random_weights(model, config.seed)
     else:
         load_weights(model, checkpoint.weights(build.device), str(checkpoint.path))
-    optimize_linears(model, build.ops)
+    finish_loading(model, build.ops)
     return model
 
 

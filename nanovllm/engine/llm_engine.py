@@ -175,7 +175,8 @@ class LLMEngine:
             stop token id that ended it, or what failed), `prompt_token_ids`,
             `num_cached_tokens` (prompt tokens found in the prefix cache), `metrics` (seconds: `queue_time`,
             `time_to_first_token`, `time_per_output_token`), `logprobs` where asked for (a dict a token: id to
-            `logprob` and `token`), and for `n` > 1 `completions`, a list of dicts of which the first is repeated above.
+            `logprob` and `token`), `prompt_logprobs` likewise (None for the first token), and for `n` > 1
+            `completions`, a list of dicts of which the first is repeated above.
 
         Raises:
             TypeError, ValueError: naming the prompt and what is wrong with it; nothing has run then.
@@ -229,6 +230,28 @@ class LLMEngine:
         with self._open():
             prompts = [self._inputs.chat(talk, f"conversation {i}", kwargs) for i, talk in enumerate(talks)]
         return self.generate(prompts, sampling_params, use_tqdm)
+
+    def score(self, prompts: Prompt | Seq[Prompt], use_tqdm: bool = True) -> list[Output]:
+        """Log-likelihoods of texts or token ids under the model; nothing is generated from them.
+
+        Args:
+            prompts: as for `generate`.
+            use_tqdm: show a progress bar.
+
+        Returns:
+            One dict a prompt, in order: `token_ids`, `logprobs` (one a token; None for the first, which nothing comes
+            before), and `total`, their sum.
+
+        Raises:
+            TypeError, ValueError: as for `generate`; a prompt has to leave room for one token.
+        """
+        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        scored = []
+        for out in self.generate(prompts, params, use_tqdm):
+            ids, entries = out["prompt_token_ids"], out["prompt_logprobs"]
+            logprobs = [entry and entry[token]["logprob"] for token, entry in zip(ids, entries, strict=True)]
+            scored.append({"token_ids": ids, "logprobs": logprobs, "total": sum(value or 0.0 for value in logprobs)})
+        return scored
 
     def render_chat(self, messages: Messages, chat_template_kwargs: Mapping[str, Any] | None = None) -> list[int]:
         """Token ids of one conversation in the model's own format, ready to be answered."""
@@ -334,7 +357,9 @@ class LLMEngine:
         assert self._in_flight or self.scheduler.is_finished(), "no step can run and none is running"
         if self._in_flight and (not batch.items or len(self._in_flight) > self._max_in_flight):
             done, result = self._in_flight.popleft()
-            self._retire(self.scheduler.postprocess(done, result.token_ids(), result.logprobs()))
+            token_ids = result.token_ids()
+            result.record_prompt_scores()
+            self._retire(self.scheduler.postprocess(done, token_ids, result.logprobs()))
         if self.scheduler.is_finished():
             self._in_flight.clear()  # rows that ran on after an end-of-sequence token: nobody asks for the results
         self._seconds += time.perf_counter() - began

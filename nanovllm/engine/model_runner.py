@@ -12,6 +12,7 @@ import torch
 from nanovllm.config import Limits
 from nanovllm.engine.draw import Drawer, Drawn
 from nanovllm.engine.graph_runner import GraphRunner
+from nanovllm.engine.prompt_scores import PromptScores, record_prompt_scores, score_hidden
 from nanovllm.engine.scheduler import Logprobs
 from nanovllm.engine.staging import PinnedStaging
 from nanovllm.engine.step import ON_DEVICE, RowState, Step, StepInput
@@ -29,6 +30,8 @@ class StepResult:
     tokens: torch.Tensor  # [number of ones in samples] int64, on the host once `ready`
     ready: torch.cuda.Event | None  # None when there is nothing to wait for
     logprob_tensors: tuple[torch.Tensor, torch.Tensor] | None = None  # ids and values, on the device
+    prompt_scores: PromptScores | None = None
+    prompt_tensors: tuple[torch.Tensor, torch.Tensor] | None = None  # the same of the prompt tokens
 
     def token_ids(self) -> list[int]:
         """[S] token ids, 0 where nothing was drawn. Waits for the device."""
@@ -39,6 +42,12 @@ class StepResult:
             return drawn
         ids = iter(drawn)
         return [next(ids) if samples else 0 for samples in self.samples.tolist()]
+
+    def record_prompt_scores(self) -> None:
+        """Hand the prompts' log-probabilities to their sequences. Waits for the device."""
+        if self.prompt_scores is not None and self.prompt_tensors is not None:
+            rows = zip(*(tensor.tolist() for tensor in self.prompt_tensors), strict=True)
+            record_prompt_scores(self.prompt_scores, list(rows))
 
     def logprobs(self) -> list[Logprobs] | None:
         """[S] log-probabilities, empty where nothing was drawn; None when nobody asked. Waits for the device."""
@@ -105,12 +114,11 @@ class ModelRunner:
             self._drawer.start_counting(history)
         graphs, shared = self.graphs, inputs.shared is not None
         if graphs is not None and inputs.is_decode and graphs.fits(len(inputs.rows), shared):
-            tokens, logprobs = self._replay(inputs, graphs)
+            (tokens, logprobs), prompts = self._replay(inputs, graphs), None
         else:
-            tokens, logprobs = self._run_eagerly(inputs)
-        if self._staging is None:
-            return StepResult(inputs.samples, tokens, None, logprobs)
-        return StepResult(inputs.samples, *self._staging.fetch(tokens), logprobs)
+            (tokens, logprobs), prompts = self._run_eagerly(inputs)
+        host, ready = (tokens, None) if self._staging is None else self._staging.fetch(tokens)
+        return StepResult(inputs.samples, host, ready, logprobs, inputs.prompt_scores, prompts)
 
     def _replay(self, inputs: StepInput, graphs: GraphRunner) -> Drawn:
         assert self._staging is not None
@@ -134,18 +142,26 @@ class ModelRunner:
             self.attention.shared.packed.copy_(torch.from_numpy(shared.packed))
         self._shared = shared
 
-    def _run_eagerly(self, inputs: StepInput) -> Drawn:
+    def _run_eagerly(self, inputs: StepInput) -> tuple[Drawn, tuple[torch.Tensor, torch.Tensor] | None]:
+        """What was drawn, and the log-probabilities of prompt tokens."""
         input_ids, step, last = self._prepare(inputs)
-        if len(last) != len(input_ids):  # what comes after the last layer's attention only sees rows that sample
-            step = replace(step, wanted=last if len(last) else torch.zeros_like(step.positions[:1]))
+        scores, prompts, wanted = inputs.prompt_scores, None, last
+        if scores is not None:
+            places, targets = self._to_device(scores.places, scores.targets)
+            wanted = torch.cat([last, places.long()])
+        if scores is not None or len(last) != len(input_ids):  # the others end at the last layer's keys and values
+            step = replace(step, wanted=wanted if len(wanted) else torch.zeros_like(step.positions[:1]))
         hidden = self.model(input_ids, step)
+        if scores is not None:
+            prompts = score_hidden(self.model, hidden[len(last) :], targets.long(), scores.count)
+            hidden = hidden[: len(last)]
         if not len(last):
-            return torch.empty(0, dtype=torch.int64, device=self.device), None
+            return (torch.empty(0, dtype=torch.int64, device=self.device), None), prompts
         rows = step.rows
         if len(last) != len(rows):
             rows = self._to_device(inputs.rows[inputs.samples.astype(bool)])[0]
         logits = self.model.compute_logits(hidden)
-        return self._drawer.draw(logits, rows.long(), step.positions[last] + 1, inputs)
+        return self._drawer.draw(logits, rows.long(), step.positions[last] + 1, inputs), prompts
 
     def _prepare(self, inputs: StepInput) -> tuple[torch.Tensor, Step, torch.Tensor]:
         """(token ids [T], the step, index of each sampling sequence's last token)."""

@@ -63,6 +63,8 @@ class Request:
             "num_cached_tokens": first.num_cached_tokens,
             "metrics": first.metrics(),
         }
+        if self.params.prompt_logprobs is not None:
+            out["prompt_logprobs"] = [entry and self._with_tokens(entry) for entry in first.prompt_logprobs]
         if len(completions) > 1:
             out["completions"] = completions
         return out
@@ -178,7 +180,15 @@ def make_request(
         max_len = min(max_len, len(ids) + params.max_tokens)
     base = request_seed(engine_seed, first_id) if params.seed is None else params.seed
     sequences = [
-        Sequence(first_id + i, ids, params, max_len, completion_seed(base, i), stop_checker(tokenizer, params))
+        Sequence(
+            first_id + i,
+            ids,
+            params,
+            max_len,
+            completion_seed(base, i),
+            stop_checker(tokenizer, params),
+            scores_prompt=params.prompt_logprobs is not None and i == 0,  # the prompt is the same for all
+        )
         for i in range(params.n)
     ]
     return Request(sequences, tokenizer)

@@ -251,10 +251,11 @@ class Scheduler:
             seq = self.waiting[0]
             if seq.num_pending_tokens:
                 break  # preempted with a token in flight: its value is needed first
-            prefix = self.block_manager.find_prefix(seq)
+            # Tokens found in the cache would have no logits.
+            prefix = [] if seq.needs_prompt_scores else self.block_manager.find_prefix(seq)
             if being_computed is None:
                 being_computed = {key for other in self.running for key in self._unpublished_keys(other)}
-            if self._next_key(seq, len(prefix)) in being_computed:
+            if not seq.needs_prompt_scores and self._next_key(seq, len(prefix)) in being_computed:
                 put_off.append(self.waiting.popleft())  # a running sequence is about to publish what it needs
                 continue
             if not self._fits(seq, prefix):

@@ -36,6 +36,7 @@ class Sequence:
         max_len: length, prompt included, at which the sequence ends with "length".
         seed: 64-bit seed of its random draws.
         stop_checker: looks for the stop strings, if there are any.
+        scores_prompt: collect the log-probabilities of the prompt's tokens.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Sequence:
         max_len: int,
         seed: int,
         stop_checker: StopChecker | None = None,
+        scores_prompt: bool = False,
     ):
         self.seq_id = seq_id
         self.token_ids = list(prompt_token_ids)
@@ -61,6 +63,8 @@ class Sequence:
         # By something else than its length.
         self.may_stop = stop_checker is not None or bool(params.stop_token_ids) or not params.ignore_eos
         self.logprobs: list[dict[int, float]] = []  # of each generated token, if asked for
+        self.scores_prompt = scores_prompt
+        self.prompt_logprobs: list[dict[int, float] | None] = [None]  # of each prompt token, as far as they are known
         self.num_streamed_tokens = 0
         # Looked at every step: needs nothing from the sampler but temperature and seed.
         self.is_plain = not (params.filtered or params.edits_logits or params.logprobs is not None)
@@ -94,6 +98,10 @@ class Sequence:
         self.block_table = []
         self.num_published_blocks = 0
         self.last_published_uid = 0
+
+    @property
+    def needs_prompt_scores(self) -> bool:
+        return self.scores_prompt and len(self.prompt_logprobs) < self.num_prompt_tokens
 
     @property
     def num_tokens(self) -> int:

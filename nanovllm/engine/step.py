@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from nanovllm.engine.logit_edits import LogitEdits, build_logit_edits
+from nanovllm.engine.prompt_scores import PromptScores, build_prompt_scores
 from nanovllm.engine.scheduler import Batch
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.shared_prefix import SharedPrefixFinder
@@ -42,6 +43,7 @@ class StepInput:
     any_filtered: bool = False  # some sampling row has top_k, top_p or min_p
     edits: LogitEdits | None = None  # what changes logits before the draw
     num_logprobs: int = -1  # most likely tokens to report with each drawn one; -1: report nothing
+    prompt_scores: PromptScores | None = None  # prompt tokens whose log-probabilities are asked for
     shared: SharedPrefixes[np.ndarray] | None = None  # what the leading decodes share, if reading it once pays
 
     @property
@@ -85,6 +87,7 @@ class StepBuilder:
             samples=int32_array(samples),
             table_changes=self._table_changes(batch),
             row_params=np.array([_row_params(seq) for seq in batch.admitted], dtype=np.int32).reshape(-1, 7).T,
+            prompt_scores=build_prompt_scores(batch),
             shared=self._shared(batch),
             **self._sampling(batch),
         )

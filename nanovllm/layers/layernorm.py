@@ -7,13 +7,23 @@ from nanovllm.layers.ops import Ops
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight, over the last dimension (Zhang and Sennrich, 2019)."""
+    """x / sqrt(mean(x^2) + eps) * weight, over the last dimension (Zhang and Sennrich, 2019).
 
-    def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device, ops: Ops):
+    Args:
+        offset: what is added to the checkpoint's weights, once they are loaded.
+    """
+
+    def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device, ops: Ops, offset: float = 0.0):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size, dtype=dtype, device=device), False)
         self.eps = eps
         self._ops = ops
+        self._offset = offset
+
+    def finish_loading(self) -> None:
+        """Take in the offset; the sum is rounded to the weights' dtype."""
+        if self._offset:
+            self.weight.data = (self.weight.data.float() + self._offset).to(self.weight.dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self._ops.rms_norm(x, self.weight, self.eps)

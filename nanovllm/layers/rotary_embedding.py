@@ -40,9 +40,9 @@ def _scaled_frequencies(hf_config: Any, settings: dict[str, Any], head_dim: int)
     kind = settings["rope_type"]
     if not isinstance(settings["rope_theta"], (int, float)) or settings["rope_theta"] <= 0:
         raise ValueError(f"rope_theta must be a positive number, got {settings['rope_theta']!r}")
-    if kind == "default":
+    if kind in ("default", "linear"):
         exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
-        return 1.0 / settings["rope_theta"] ** exponents, 1.0
+        return 1.0 / settings["rope_theta"] ** exponents / settings.get("factor", 1.0), 1.0
     if kind not in SCALED_TYPES:
         raise ValueError(f"rope scaling {kind!r} is not supported; supported are default, {', '.join(SCALED_TYPES)}")
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS

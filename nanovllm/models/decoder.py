@@ -18,6 +18,18 @@ from nanovllm.layers.moe import MoE, MoESpec
 from nanovllm.layers.ops import Ops
 from nanovllm.layers.rotary_embedding import build_cos_sin
 
+# Settings that would change the result and are not implemented, and the value at which they do not.
+NEUTRAL = {
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "attention_multiplier": None,
+    "embedding_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "logits_scaling": 1.0,
+    "logit_scale": 1.0,
+    "clip_qkv": None,
+}
+
 
 @dataclass(frozen=True)
 class DecoderSpec:
@@ -38,6 +50,14 @@ class DecoderSpec:
     mlp_bias: bool = False
     qk_norm: bool = False
     moe: MoESpec | None = None
+    fused_parts: bool = False  # checkpoints hold qkv_proj and gate_up_proj as one tensor each
+    windows: tuple[int | None, ...] = ()  # of each layer: keys that a token sees, itself included; empty: all, in all
+    layer_class: type[nn.Module] | None = None  # None: DecoderLayer
+    scale: float | None = None  # on attention's scores; None: head_dim**-0.5
+    norm_offset: float = 0.0  # what norms add to the weights in the checkpoint
+    embedding_scale: float | None = None  # on the embeddings, rounded to the model's dtype
+    rope: Any = None  # rotary settings, where hf_config has several; None: hf_config's
+    window_rope: Any = None  # those of layers with a window; None: the same
 
     @classmethod
     def from_config(cls, hf_config: Any, **switches: Any) -> "DecoderSpec":
@@ -46,9 +66,12 @@ class DecoderSpec:
         Raises:
             ValueError: a setting that would change the result and is not implemented.
         """
-        activation = getattr(hf_config, "hidden_act", "silu")
+        activation = getattr(hf_config, "hidden_act", None) or "silu"
         if activation not in ("silu", "swish"):
             raise ValueError(f"hidden_act {activation!r} is not supported, only 'silu'")
+        for name, neutral in NEUTRAL.items():
+            if getattr(hf_config, name, None) not in (None, neutral):
+                raise ValueError(f"{name} {getattr(hf_config, name)!r} in the model's config is not supported")
         if getattr(hf_config, "quantization_config", None):
             raise ValueError(f"quantised checkpoints are not supported: {hf_config.quantization_config}")
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -101,14 +124,19 @@ class Attention(nn.Module):
         self.layer = layer
         self.num_q_heads = spec.num_q_heads
         self.eps = spec.rms_norm_eps
-        self.scale = spec.head_dim**-0.5
+        self.scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
+        self.window = spec.windows[layer] if spec.windows else None
         where = (build.dtype, build.device)
         q_rows, kv_rows = spec.num_q_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         parts = {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows}
+        if spec.fused_parts:
+            parts = {"qkv_proj": q_rows + 2 * kv_rows}
         self.qkv_proj = Linear(spec.hidden_size, parts, spec.qkv_bias, *where)
         self.o_proj = Linear(q_rows, {"o_proj": spec.hidden_size}, spec.o_bias, *where)
-        self.q_norm = RMSNorm(spec.head_dim, self.eps, *where, build.ops) if spec.qk_norm else None
-        self.k_norm = RMSNorm(spec.head_dim, self.eps, *where, build.ops) if spec.qk_norm else None
+        norm = (spec.head_dim, self.eps, *where, build.ops, spec.norm_offset)
+        self.q_norm = RMSNorm(*norm) if spec.qk_norm else None
+        self.k_norm = RMSNorm(*norm) if spec.qk_norm else None
+        self.norms_heads = spec.qk_norm
         self._cos_sin = cos_sin
         self._build = build
 
@@ -116,26 +144,32 @@ class Attention(nn.Module):
         """Of all tokens, or of those `wanted`; keys and values are written of all."""
         k_cache, v_cache = step.kv_cache[self.layer]
         q = self._build.ops.norm_rope_store(
-            self.qkv_proj(x),
+            self._project(x),
             step.positions,
             step.slots,
             self._cos_sin,
-            self.q_norm.weight if self.q_norm else None,
-            self.k_norm.weight if self.k_norm else None,
+            self.q_norm.weight if self.q_norm and self.norms_heads else None,
+            self.k_norm.weight if self.k_norm and self.norms_heads else None,
             self.eps,
             k_cache,
             v_cache,
             self.num_q_heads,
         )
-        out = self._build.attention.attend(q, k_cache, v_cache, step, self.scale)
+        out = self._build.attention.attend(q, k_cache, v_cache, step, self.scale, self.window)
         out = out.flatten(1)
         return self.o_proj.parts_of(out if wanted is None else out[wanted])
+
+    def _project(self, x: torch.Tensor) -> torch.Tensor:
+        """Queries, keys and values [T, (num_q_heads + 2 num_kv_heads) * head_dim]."""
+        return self.qkv_proj(x)
 
 
 class MLP(nn.Module):
     def __init__(self, spec: DecoderSpec, build: Build):
         super().__init__()
         parts = {"gate_proj": spec.intermediate_size, "up_proj": spec.intermediate_size}
+        if spec.fused_parts:
+            parts = {"gate_up_proj": 2 * spec.intermediate_size}
         where = (spec.mlp_bias, build.dtype, build.device)
         self.gate_up_proj = Linear(spec.hidden_size, parts, *where)
         self.down_proj = Linear(spec.intermediate_size, {"down_proj": spec.hidden_size}, *where)
@@ -178,13 +212,24 @@ class DecoderModel(nn.Module):
     def __init__(self, spec: DecoderSpec, build: Build):
         super().__init__()
         where = (build.dtype, build.device)
-        cos_sin = build_cos_sin(spec.hf_config, spec.head_dim, build.max_model_len, build.device)
+        rotation = (spec.head_dim, build.max_model_len, build.device)
+        cos_sin = build_cos_sin(spec.rope or spec.hf_config, *rotation)
+        in_window = build_cos_sin(spec.window_rope, *rotation) if spec.window_rope else cos_sin
+        windows = spec.windows or (None,) * spec.num_layers
         self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size, *where)
-        self.layers = nn.ModuleList(DecoderLayer(spec, i, build, cos_sin) for i in range(spec.num_layers))
-        self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, *where, build.ops)
+        layer_class = spec.layer_class or DecoderLayer
+        self.layers = nn.ModuleList(
+            layer_class(spec, i, build, cos_sin if window is None else in_window) for i, window in enumerate(windows)
+        )
+        self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, *where, build.ops, spec.norm_offset)
+        self._embedding_scale: torch.Tensor | None = None
+        if spec.embedding_scale is not None:
+            self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=build.dtype, device=build.device)
 
     def forward(self, input_ids: torch.Tensor, step: Step) -> torch.Tensor:
         x = self.embed_tokens(input_ids)
+        if self._embedding_scale is not None:
+            x = x * self._embedding_scale
         residual: torch.Tensor | None = None
         for layer in self.layers[:-1]:
             x, residual = layer(x, residual, step)

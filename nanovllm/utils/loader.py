@@ -10,6 +10,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import Linear
 from nanovllm.layers.moe import Experts
 from nanovllm.layers.ops import Ops
@@ -98,11 +99,13 @@ def fill_with_random_weights(model: nn.Module, seed: int) -> None:
             parameter.data.fill_(0.01 if name.endswith("bias") else 1.0)
 
 
-def optimize_linears(model: nn.Module, ops: Ops) -> None:
-    """Let every linear layer take its fastest form."""
+def finish_loading(model: nn.Module, ops: Ops) -> None:
+    """With the weights in place: every norm takes in its offset, every linear layer its fastest form."""
     for module in model.modules():
         if isinstance(module, Linear):
             module.optimize(ops)
+        elif isinstance(module, RMSNorm):
+            module.finish_loading()
 
 
 def is_packed(model: nn.Module) -> bool:

@@ -65,7 +65,7 @@ def test_bad_lines_become_errors_and_the_others_go_on(llm):
         {"id": 10, "prompt": ""},
         {"custom_id": "k", "body": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}},
         {"custom_id": "l", "body": {"messages": [], "tools": []}},
-        {"id": 13, "prompt": "x", "sampling_params": {"n": 2, "logprobs": 1}},
+        {"id": 13, "prompt": "xy", "sampling_params": {"n": 2, "logprobs": 1, "prompt_logprobs": 1}},
     ]
     results, outs = run(llm, records, ignore_eos=True)
     bad = {i for i, result in enumerate(results) if result.error}
@@ -81,6 +81,7 @@ def test_bad_lines_become_errors_and_the_others_go_on(llm):
     assert outs[11]["response"]["body"]["usage"]["completion_tokens"] == 3
     assert (outs[12]["custom_id"], outs[12]["error"]["code"]) == ("l", "invalid_request")
     assert len(outs[13]["completions"]) == 2
+    assert [entry is None for entry in outs[13]["prompt_logprobs"]] == [True, False, False]
     assert results[13].output_tokens == 10
 
 

@@ -1,0 +1,87 @@
+"""Gemma 3 (text): norms on both sides of attention and MLP, local layers with a window and a rotation of their own."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nanovllm.engine.step import Step
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.models.decoder import MLP, Attention, Build, DecoderSpec
+from nanovllm.models.olmo2 import whole
+from nanovllm.models.windows import layer_windows
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """The rotary settings of one kind of layer, as a config of its own."""
+
+    rope_parameters: dict[str, Any]
+
+
+def gemma3_spec(hf_config: Any) -> DecoderSpec:
+    """Raises ValueError: an activation, a bias or bidirectional attention that the released models do not have."""
+    if hf_config.hidden_activation != "gelu_pytorch_tanh":
+        raise ValueError(
+            f"hidden_activation {hf_config.hidden_activation!r} is not supported, only 'gelu_pytorch_tanh'"
+        )
+    if getattr(hf_config, "use_bidirectional_attention", False):
+        raise ValueError("use_bidirectional_attention in the model's config is not supported")
+    bias = bool(getattr(hf_config, "attention_bias", False))
+    spec = DecoderSpec.from_config(
+        hf_config, qkv_bias=bias, o_bias=bias, windows=layer_windows(hf_config), layer_class=Gemma3Layer
+    )
+    full, local = rope_configs(hf_config)
+    return replace(
+        spec,
+        qk_norm=True,
+        norm_offset=1.0,
+        scale=hf_config.query_pre_attn_scalar**-0.5,
+        embedding_scale=hf_config.hidden_size**0.5,
+        rope=full,
+        window_rope=local,
+    )
+
+
+def rope_configs(hf_config: Any) -> tuple[RopeConfig, RopeConfig]:
+    """(of layers that see everything, of those with a window), from transformers 5's form or 4's."""
+    parameters = getattr(hf_config, "rope_parameters", None)
+    if parameters is not None:
+        return RopeConfig(parameters["full_attention"]), RopeConfig(parameters["sliding_attention"])
+    full = {**(hf_config.rope_scaling or {}), "rope_theta": hf_config.rope_theta}
+    return RopeConfig(full), RopeConfig({"rope_type": "default", "rope_theta": hf_config.rope_local_base_freq})
+
+
+class Gemma3MLP(MLP):
+    """GELU in its tanh form in the place of SiLU."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        return self.down_proj.parts_of(F.gelu(gate, approximate="tanh") * up)
+
+
+class Gemma3Layer(nn.Module):
+    def __init__(self, spec: DecoderSpec, layer: int, build: Build, cos_sin: torch.Tensor):
+        super().__init__()
+        norm = (spec.hidden_size, spec.rms_norm_eps, build.dtype, build.device, build.ops, spec.norm_offset)
+        self.input_layernorm = RMSNorm(*norm)
+        self.self_attn = Attention(spec, layer, build, cos_sin)
+        self.post_attention_layernorm = RMSNorm(*norm)
+        self.pre_feedforward_layernorm = RMSNorm(*norm)
+        self.mlp = Gemma3MLP(spec, build)
+        self.post_feedforward_layernorm = RMSNorm(*norm)
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None, step: Step, wanted: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `DecoderLayer.forward`."""
+        if residual is None:
+            x, residual = self.input_layernorm(x), x
+        else:
+            x, residual = self.input_layernorm.add(x, residual)
+        x = self.post_attention_layernorm(whole(self.self_attn(x, step, wanted), x.dtype))
+        residual = residual if wanted is None else residual[wanted]
+        x, residual = self.pre_feedforward_layernorm.add(x, residual)
+        return self.post_feedforward_layernorm(whole(self.mlp(x), x.dtype)), residual
