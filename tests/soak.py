@@ -67,7 +67,14 @@ def _params(rng: random.Random) -> SamplingParams:
     }
     if rng.random() < 0.5:
         extras = {"top_k": 5, "top_p": 0.8, "min_p": 0.05, "repetition_penalty": 1.2, "frequency_penalty": 0.4}
-        extras |= {"n": 3, "logprobs": 2, "stop": ["a", "bc"], "stop_token_ids": [77], "logit_bias": {1: 4.0}}
+        extras |= {
+            "n": 3,
+            "logprobs": 2,
+            "prompt_logprobs": 1,
+            "stop": ["a", "bc"],
+            "stop_token_ids": [77],
+            "logit_bias": {1: 4.0},
+        }
         extras |= {"min_tokens": 1}
         name = rng.choice(list(extras))
         options[name] = extras[name]

@@ -50,6 +50,7 @@ GOOD = {
     "include_stop_str_in_output": st.booleans(),
     "ignore_eos": st.booleans(),
     "logprobs": st.one_of(st.none(), st.integers(0, 20)),
+    "prompt_logprobs": st.one_of(st.none(), st.integers(0, 20)),
     "detokenize": st.booleans(),
     "skip_special_tokens": st.booleans(),
 }
@@ -115,6 +116,9 @@ def check_output(llm, out, params):
         assert (completion["text"] is None) == (not params.detokenize)
         if params.logprobs is not None:
             assert [next(iter(entry)) for entry in completion["logprobs"]] == ids
+    if params.prompt_logprobs is not None:
+        assert out["prompt_logprobs"][0] is None
+        assert [next(iter(entry)) for entry in out["prompt_logprobs"][1:]] == out["prompt_token_ids"][1:]
 
 
 def cases(share):
@@ -200,6 +204,11 @@ class Client:
         params = SamplingParams(max_tokens=2)
         for out in self.llm.chat(messages, params, use_tqdm=False, chat_template_kwargs=kwargs):
             check_output(self.llm, out, params)
+
+    def score(self):
+        for out in self.llm.score(self.data.draw(st.lists(PROMPT, max_size=2)), use_tqdm=False):
+            assert len(out["logprobs"]) == len(out["token_ids"])
+            assert out["total"] <= 0
 
     def look(self):
         stats = self.llm.stats()

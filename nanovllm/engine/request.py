@@ -56,6 +56,7 @@ class Request:
     def output(self) -> Output:
         """The dict that `generate` returns for this prompt."""
         first = self.sequences[0]
+        prompt_logprobs = self._prompt_logprobs(first)
         completions = [self._completion(seq) for seq in self.sequences]
         out: Output = {
             **completions[0],
@@ -64,7 +65,7 @@ class Request:
             "metrics": first.metrics(),
         }
         if self.params.prompt_logprobs is not None:
-            out["prompt_logprobs"] = [entry and self._with_tokens(entry) for entry in first.prompt_logprobs]
+            out["prompt_logprobs"] = prompt_logprobs
         if len(completions) > 1:
             out["completions"] = completions
         return out
@@ -98,6 +99,13 @@ class Request:
             seq.stop_checker.finish()
             return seq.stop_checker.text
         return self._tokenizer.decode(text_ids(seq), skip_special_tokens=self.params.skip_special_tokens)
+
+    def _prompt_logprobs(self, seq: Sequence) -> list[dict[int, Output] | None] | None:
+        try:
+            return [None if entry is None else self._with_tokens(entry) for entry in seq.prompt_logprobs]
+        except Exception as error:  # as in `_completion`
+            seq.fail(error)
+            return None
 
     def _logprobs(self, seq: Sequence) -> list[dict[int, Output]] | None:
         return None if self.params.logprobs is None else [self._with_tokens(entry) for entry in seq.logprobs]

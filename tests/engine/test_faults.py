@@ -288,3 +288,13 @@ def test_interrupt_between_steps_leaves_nothing_behind_and_keeps_what_is_not_its
             done += engine.step()[0]
         assert [seq_id for seq_id, _ in done] == [other]
         engine.scheduler.block_manager.check_integrity([])
+
+
+def test_prompt_that_the_tokenizer_cannot_decode_ends_its_request_alone(llm, reference, monkeypatch):
+    monkeypatch.setattr(llm.tokenizer, "decode", failing_decode(llm, 200))
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, prompt_logprobs=0)
+    bad, good = llm.generate([[7, 200], [40, 41]], params, use_tqdm=False)
+    assert (bad["finish_reason"], bad["prompt_logprobs"]) == ("error", None)
+    assert good["finish_reason"] == "length"
+    assert list(good["prompt_logprobs"][1]) == [41]
+    check_idle(llm)
