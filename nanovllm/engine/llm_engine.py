@@ -99,8 +99,9 @@ class LLMEngine:
         with self._open():
             batch = self._step()
             outs = [(request.request_id, request.sequences[0].completion_token_ids) for request in self._finished]
+            result = outs, batch.num_tokens
             self._finished.clear()  # last: what breaks off before this is reported by the next step
-            return outs, batch.num_tokens
+            return result
 
     def step_outputs(self) -> list[tuple[int, Output]]:
         """Run one step; (seq_id, output as from `generate`) of each request that it finished."""
