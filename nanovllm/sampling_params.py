@@ -32,6 +32,8 @@ class SamplingParams:
         frequency_penalty: in [-2, 2]; subtracted once for each time that the token is in the completion.
         logit_bias: {token id: -100 to 100}, added to the logits.
         allowed_token_ids: draw from these ids only; None is off.
+        bad_words: strings that the completion never spells in the tokenizer's own tokens for them, alone or after a
+            space: the last token of one is ruled out where the others have just been generated.
         stop: a string or strings that end the completion when they appear in its text.
         stop_token_ids: ids that end the completion.
         include_stop_str_in_output: leave the stop string in `text`.
@@ -61,6 +63,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: tuple[int, ...] | list[int] | None = None
+    bad_words: tuple[str, ...] | list[str] = ()
     stop: str | tuple[str, ...] | list[str] = ()
     stop_token_ids: tuple[int, ...] | list[int] = ()
     include_stop_str_in_output: bool = False
@@ -94,6 +97,11 @@ class SamplingParams:
         for name in ("ignore_eos", "include_stop_str_in_output", "detokenize", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if not isinstance(self.bad_words, (tuple, list)) or not all(isinstance(s, str) for s in self.bad_words):
+            raise TypeError(f"bad_words must be a list of strings, got {self.bad_words!r}")
+        if not all(self.bad_words):
+            raise ValueError("bad_words must not hold an empty string")
+        self._set("bad_words", tuple(self.bad_words))
         self._normalise_stops()
         self._normalise_ids()
 
@@ -140,7 +148,7 @@ class SamplingParams:
     @property
     def edits_logits(self) -> bool:
         """Whether the logits change before temperature and draw, for some token of the completion."""
-        named = self.logit_bias or self.allowed_token_ids is not None
+        named = self.logit_bias or self.allowed_token_ids is not None or self.bad_words
         return bool(named) or self.min_tokens > 0 or self.penalised
 
     @property

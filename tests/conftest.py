@@ -5,8 +5,6 @@ import os
 import pytest
 import torch
 
-from tests.helpers import save_random_model, save_tokenizer, small_config
-
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read by triton when a kernel is decorated, so before any import of one
 
@@ -22,6 +20,8 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
     """Folder of a model small enough to be started again and again."""
+    from tests.helpers import save_random_model, save_tokenizer, small_config  # imports transformers, some of it triton
+
     path = tmp_path_factory.mktemp("tiny")
     save_tokenizer(path)
     save_random_model(path, small_config("qwen3", vocab_size=258, num_hidden_layers=1, max_position_embeddings=256))

@@ -27,7 +27,14 @@ class Drawer:
         self._in_prompt: torch.Tensor | None = None
         self._counts: torch.Tensor | None = None
 
-    def draw(self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, inputs: StepInput) -> Drawn:
+    def draw(
+        self,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        inputs: StepInput,
+        previous: torch.Tensor | None = None,
+    ) -> Drawn:
         """Sample one token a row and remember it as the row's last.
 
         Args:
@@ -35,9 +42,12 @@ class Drawer:
             rows: [n] int64.
             positions: [n] int64, places of the drawn tokens.
             inputs: the step.
+            previous: [n] int64, the rows' last tokens, if somebody has put others there meanwhile.
         """
         state, edits = self._rows, inputs.edits
-        edited = logits if edits is None else self._edit(logits, rows, edits)
+        if previous is None:
+            previous = state.last_tokens[rows]
+        edited = logits if edits is None else self._edit(logits, rows, edits, previous)
         if inputs.any_filtered:
             edited = apply_filters(edited, state.filters(rows))
         tokens = self._ops.gumbel_sample(edited, state.temperatures[rows], state.seeds[rows], positions)
@@ -49,7 +59,9 @@ class Drawer:
         logprobs = top_logprobs(logits, tokens, inputs.num_logprobs) if inputs.num_logprobs >= 0 else None
         return tokens, logprobs
 
-    def _edit(self, logits: torch.Tensor, rows: torch.Tensor, edits: LogitEdits) -> torch.Tensor:
+    def _edit(
+        self, logits: torch.Tensor, rows: torch.Tensor, edits: LogitEdits, previous: torch.Tensor
+    ) -> torch.Tensor:
         logits = logits.float() if logits.dtype != torch.float32 else logits.clone()
         if edits.allowed_rows.size:
             at, ids = self._tensor(edits.allowed_rows), self._tensor(edits.allowed_ids)
@@ -60,6 +72,10 @@ class Drawer:
         if edits.bias_rows.size:
             index = (self._tensor(edits.bias_rows), self._tensor(edits.bias_ids))
             logits.index_put_(index, torch.from_numpy(edits.bias_values).to(logits.device), accumulate=True)
+        if edits.ban_rows.size:
+            at, ids, after = self._tensor(edits.ban_rows), self._tensor(edits.ban_ids), self._tensor(edits.ban_after)
+            bans = torch.where(previous[at] == after, float("-inf"), 0.0)
+            logits.index_put_((at, ids), bans, accumulate=True)
         if edits.penalised_rows.size:
             assert self._counts is not None
             assert self._in_prompt is not None

@@ -69,6 +69,8 @@ class InputProcessor:
                 raise ValueError(f"{name}: {what} {wrong} is outside the vocabulary of {self.vocab_size}")
         if params.stop and self.tokenizer is None:
             raise ValueError(f"{name}: the model came without a tokenizer, so stop strings cannot be found")
+        if params.bad_words and self.tokenizer is None:
+            raise ValueError(f"{name}: the model came without a tokenizer, so bad_words have no tokens")
         return params
 
     def chat(self, conversation: Any, name: str, template_kwargs: Mapping[str, Any]) -> list[int]:

@@ -125,11 +125,13 @@ class ModelRunner:
         n = len(inputs.rows)
         host, device = graphs.inputs_for(inputs.rows, inputs.starts + 1)
         self._staging.copy_into(host, device)
-        tokens, logits = graphs.replay(n, inputs.shared is not None)
         if inputs.is_plain:
-            return tokens, None
-        # The graph drew with temperature and seed only: draw again from its logits.
-        return self._drawer.draw(logits, device[0, :n].long(), device[1, :n].long(), inputs)
+            return graphs.replay(n, inputs.shared is not None)[0], None
+        # The graph draws with temperature and seed only: draw again from its logits.
+        rows = device[0, :n].long()
+        previous = self.rows.last_tokens[rows]
+        _, logits = graphs.replay(n, inputs.shared is not None)
+        return self._drawer.draw(logits, rows, device[1, :n].long(), inputs, previous)
 
     def _send_shared(self, shared: SharedPrefixes[np.ndarray] | None) -> None:
         """Hand the backend what the batch shares, unless it has it from the step before."""

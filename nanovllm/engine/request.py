@@ -171,6 +171,13 @@ def stop_checker(tokenizer: Any, params: SamplingParams) -> StopChecker | None:
     return StopChecker(completion_detokenizer(tokenizer, params), params.stop, params.include_stop_str_in_output)
 
 
+def bad_word_ids(tokenizer: Any, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+    """Tokens of each bad word, at the beginning of a text and after a space."""
+    texts = [text for word in params.bad_words for text in (word, " " + word)]
+    ids = [tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts]
+    return tuple(dict.fromkeys(word for word in ids if word))
+
+
 def make_request(
     first_id: int, ids: list[int], params: SamplingParams, max_len: int, engine_seed: int, tokenizer: Any
 ) -> Request:
@@ -186,6 +193,7 @@ def make_request(
     """
     if params.max_tokens is not None:
         max_len = min(max_len, len(ids) + params.max_tokens)
+    bad_words = bad_word_ids(tokenizer, params)
     base = request_seed(engine_seed, first_id) if params.seed is None else params.seed
     sequences = [
         Sequence(
@@ -196,6 +204,7 @@ def make_request(
             completion_seed(base, i),
             stop_checker(tokenizer, params),
             scores_prompt=params.prompt_logprobs is not None and i == 0,  # the prompt is the same for all
+            bad_words=bad_words,
         )
         for i in range(params.n)
     ]

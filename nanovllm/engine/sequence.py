@@ -37,6 +37,7 @@ class Sequence:
         seed: 64-bit seed of its random draws.
         stop_checker: looks for the stop strings, if there are any.
         scores_prompt: collect the log-probabilities of the prompt's tokens.
+        bad_words: token ids of each string that must not appear.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Sequence:
         seed: int,
         stop_checker: StopChecker | None = None,
         scores_prompt: bool = False,
+        bad_words: tuple[tuple[int, ...], ...] = (),
     ):
         self.seq_id = seq_id
         self.token_ids = list(prompt_token_ids)
@@ -63,6 +65,7 @@ class Sequence:
         # By something else than its length.
         self.may_stop = stop_checker is not None or bool(params.stop_token_ids) or not params.ignore_eos
         self.logprobs: list[dict[int, float]] = []  # of each generated token, if asked for
+        self.bad_words = bad_words
         self.scores_prompt = scores_prompt
         self.prompt_logprobs: list[dict[int, float] | None] = [None]  # of each prompt token, as far as they are known
         self.num_streamed_tokens = 0
