@@ -33,10 +33,14 @@ class Detokenizer:
         if text.endswith(REPLACEMENT) or len(text) <= len(self._shown):
             if len(self._ids) - self._read <= 2 * MAX_CHARACTER_TOKENS:
                 return ""
-            return self._advance(
-                len(self._ids) - MAX_CHARACTER_TOKENS
-            )  # older bytes cannot become a character any more
+            return self._advance(self._settled_end(text))
         return self._advance(len(self._ids))
+
+    def _settled_end(self, text: str) -> int:
+        """Before the tokens that may still become a character, and not in the middle of one that the rest completes."""
+        last = len(self._ids) - MAX_CHARACTER_TOKENS
+        ends = range(last, last - MAX_CHARACTER_TOKENS, -1)
+        return next((end for end in ends if text.startswith(self._decode(self._ids[self._window : end]))), last)
 
     def flush(self) -> str:
         """The rest, when no token will follow; an unfinished character becomes a replacement character."""

@@ -156,9 +156,9 @@ def test_options_arrive_with_their_types(tiny, monkeypatch):
 
 def test_bench_is_bench(monkeypatch):
     seen = []
-    monkeypatch.setattr(bench, "main", seen.append)
+    monkeypatch.setattr(bench, "main", lambda argv, prog: seen.append((argv, prog)))
     assert main(["bench", "--workload", "latency"]) == 0
-    assert seen == [["--workload", "latency"]]
+    assert seen == [(["--workload", "latency"], "nanovllm bench")]
 
 
 class Questions:

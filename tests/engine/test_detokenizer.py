@@ -39,6 +39,7 @@ def test_pieces_make_the_text_and_none_is_half_a_character(text):
 @settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=40), st.lists(st.integers(1, 5), min_size=1, max_size=10))
 @example(b"\xf0\x9f\x99" * 12 + "🙂".encode(), [1])
+@example(b"\0\0\0\x80\0\x80\0\xc2\x80\x80\0\x80", [2])  # a character where the broken bytes are let go
 def test_any_bytes_in_any_steps_give_the_one_shot_text(data, steps):
     """Broken UTF-8 too: what can never become a character is not held back for ever."""
     alphabet = {bytes([b]): i for b, i in byte_ids().items()}
