@@ -91,6 +91,13 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
+        for name in (
+            "bad_words",
+            "stop",
+            "stop_token_ids",
+        ):  # callers that come from vLLM pass None; read back, it is ()
+            if getattr(self, name) is None:
+                self._set(name, ())
         self._set("temperature", checked_real("temperature", self.temperature, 0, 1e30))
         self._set("top_p", checked_real("top_p", self.top_p, 0, 1))
         if self.top_p == 0:
