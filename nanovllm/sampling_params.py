@@ -1,20 +1,24 @@
 """How one request is sampled. A new parameter is one field, one check and its use in the sampler."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
+from typing import Any
 
 GREEDY_BELOW = 1e-5  # a lower temperature would overflow the division and means "the most likely token" anyway
 MAX_LOGPROBS = 20
 MAX_N = 2**14
+GRAMMARS = ("json_schema", "regex", "choice", "grammar")  # what a completion can be made to follow
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """Sampling options of one request. Names and meanings are those of vLLM.
 
-    Order of operations on a row of logits: log-probabilities are taken; `allowed_token_ids`; `min_tokens` and
-    `logit_bias`; repetition, frequency and presence penalty; temperature; `top_k`; `top_p`; `min_p`; draw.
+    Order of operations on a row of logits: log-probabilities are taken; the grammar's mask or `allowed_token_ids`;
+    `bad_words`, `min_tokens` and `logit_bias`; repetition, frequency and presence penalty; temperature; `top_k`;
+    `top_p`; `min_p`; draw.
 
     Args:
         temperature: divides the logits; 0 (anything below 1e-5) always takes the most likely token.
@@ -42,6 +46,15 @@ class SamplingParams:
             of the model's own distribution, before temperature and filters.
         prompt_logprobs: report the same for each prompt token but the first. Such a prompt is computed whole: none of
             its KV is taken from the prefix cache.
+        json_schema: the completion is JSON that this schema (a dict, or its text) describes. Of this and the next three
+            at most one is given; they need the extra `structured` (llguidance) and go with neither `allowed_token_ids`,
+            `bad_words` nor `min_tokens`. The completion ends with "stop" where nothing can follow, or with an
+            end-of-sequence token where the grammar allows an end, `ignore_eos` or not; one that `max_tokens`, the
+            window or a stop cuts short is only the beginning of a match. Such a request waits for each of its tokens
+            before it goes on, while its batch-mates overlap.
+        regex: the completion matches this expression (of Rust's `regex`), as a whole.
+        choice: the completion is one of these strings.
+        grammar: the completion is a sentence of this Lark grammar (llguidance's dialect).
         detokenize: make `text`; False leaves it None.
         skip_special_tokens: leave special tokens out of `text`.
 
@@ -70,10 +83,21 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    json_schema: str | Mapping[str, Any] | None = None
+    regex: str | None = None
+    choice: tuple[str, ...] | list[str] | None = None
+    grammar: str | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
+        for name in (
+            "bad_words",
+            "stop",
+            "stop_token_ids",
+        ):  # callers that come from vLLM pass None; read back, it is ()
+            if getattr(self, name) is None:
+                self._set(name, ())
         self._set("temperature", checked_real("temperature", self.temperature, 0, 1e30))
         self._set("top_p", checked_real("top_p", self.top_p, 0, 1))
         if self.top_p == 0:
@@ -104,6 +128,7 @@ class SamplingParams:
         self._set("bad_words", tuple(self.bad_words))
         self._normalise_stops()
         self._normalise_ids()
+        self._normalise_grammar()
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)  # a plain Python number in a frozen dataclass
@@ -133,6 +158,26 @@ class SamplingParams:
             if not self.allowed_token_ids:
                 raise ValueError("allowed_token_ids must hold at least one id")
 
+    def _normalise_grammar(self) -> None:
+        given = [name for name in GRAMMARS if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"only one of {' and '.join(given)} can be followed")
+        for name in given:
+            self._set(name, checked_grammar(name, getattr(self, name)))
+            others = {"allowed_token_ids": self.allowed_token_ids is not None, "bad_words": bool(self.bad_words)}
+            for other, used in {**others, "min_tokens": self.min_tokens > 0}.items():
+                if used:  # together they may leave no token at all
+                    raise ValueError(f"{name} and {other} cannot be combined")
+
+    @property
+    def grammar_source(self) -> tuple[str, str] | None:
+        """(which of the four kinds, its text), if one is given."""
+        for name in GRAMMARS:
+            value = getattr(self, name)
+            if value is not None:
+                return name, value if isinstance(value, str) else json.dumps(value)
+        return None
+
     def token_ids_by_name(self) -> dict[str, tuple[int, ...]]:
         """Every token id that the parameters name, to be checked against a vocabulary."""
         return {
@@ -148,8 +193,8 @@ class SamplingParams:
     @property
     def edits_logits(self) -> bool:
         """Whether the logits change before temperature and draw, for some token of the completion."""
-        named = self.logit_bias or self.allowed_token_ids is not None or self.bad_words
-        return bool(named) or self.min_tokens > 0 or self.penalised
+        named = self.logit_bias or self.allowed_token_ids is not None
+        return bool(named or self.bad_words or self.grammar_source) or self.min_tokens > 0 or self.penalised
 
     @property
     def greedy(self) -> bool:
@@ -180,6 +225,28 @@ def checked_int(name: str, value: object, low: int, high: int | None = None) -> 
     if high is not None and number > high:
         raise ValueError(f"{name} must be at most {high}, got {value}")
     return number
+
+
+def checked_grammar(name: str, value: object) -> str | tuple[str, ...]:
+    """A text, for `choice` a tuple of texts."""
+    if name == "choice":
+        if not isinstance(value, (tuple, list)) or not all(isinstance(text, str) for text in value):
+            raise TypeError(f"choice must be a list of strings, got {value!r}")
+        if not value or not all(value):
+            raise ValueError("choice must hold at least one string, and no empty one")
+        return tuple(value)
+    if name == "json_schema" and not isinstance(value, str):
+        if not isinstance(value, Mapping):
+            raise TypeError(f"json_schema must be a dict or a string, got {value!r}")
+        try:
+            return json.dumps(value)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"json_schema cannot be written as JSON: {error}") from error
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a string, got {value!r}")
+    if not value.strip():
+        raise ValueError(f"{name} must not be empty")
+    return value
 
 
 def checked_ids(name: str, ids: object) -> tuple[int, ...]:

@@ -76,3 +76,8 @@ def test_numpy_numbers_become_plain_ones():
         float,
     ]
     assert params.max_tokens + 200 == 450
+
+
+def test_none_means_none():
+    params = SamplingParams(stop=None, stop_token_ids=None, bad_words=None)
+    assert (params.stop, params.stop_token_ids, params.bad_words) == ((), (), ())

@@ -8,7 +8,7 @@ import torch
 from nanovllm.engine.logit_edits import LogitEdits, RowHistory
 from nanovllm.engine.step import RowState, StepInput
 from nanovllm.layers.ops import Ops
-from nanovllm.layers.sampler import apply_filters, apply_penalties, top_logprobs
+from nanovllm.layers.sampler import apply_filters, apply_masks, apply_penalties, top_logprobs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
@@ -63,6 +63,9 @@ class Drawer:
         self, logits: torch.Tensor, rows: torch.Tensor, edits: LogitEdits, previous: torch.Tensor
     ) -> torch.Tensor:
         logits = logits.float() if logits.dtype != torch.float32 else logits.clone()
+        if edits.masked_rows.size:
+            at, masks = self._tensor(edits.masked_rows), torch.from_numpy(edits.masks).to(logits.device)
+            logits[at] = apply_masks(logits[at], masks)
         if edits.allowed_rows.size:
             at, ids = self._tensor(edits.allowed_rows), self._tensor(edits.allowed_ids)
             kept = torch.full_like(logits, float("-inf"))

@@ -7,6 +7,7 @@ from numbers import Integral
 from operator import countOf
 from typing import Any
 
+from nanovllm.engine.grammar import GrammarCompiler
 from nanovllm.engine.step import int32_array
 from nanovllm.sampling_params import SamplingParams
 
@@ -20,13 +21,23 @@ class InputProcessor:
 
     Args:
         tokenizer: of the model, or None.
+        grammars: compiles what structured output asks for.
         vocab_size: ids are below it.
         max_model_len: prompt and completion together.
         num_blocks, block_size: the KV pool that a prompt has to fit.
     """
 
-    def __init__(self, tokenizer: Any, vocab_size: int, max_model_len: int, num_blocks: int, block_size: int):
+    def __init__(
+        self,
+        tokenizer: Any,
+        grammars: GrammarCompiler,
+        vocab_size: int,
+        max_model_len: int,
+        num_blocks: int,
+        block_size: int,
+    ):
         self.tokenizer = tokenizer
+        self.grammars = grammars
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.num_blocks = num_blocks
@@ -69,9 +80,19 @@ class InputProcessor:
                 raise ValueError(f"{name}: {what} {wrong} is outside the vocabulary of {self.vocab_size}")
         if params.stop and self.tokenizer is None:
             raise ValueError(f"{name}: the model came without a tokenizer, so stop strings cannot be found")
-        if params.bad_words and self.tokenizer is None:
-            raise ValueError(f"{name}: the model came without a tokenizer, so bad_words have no tokens")
+        if params.bad_words:
+            self._check_bad_words(params.bad_words, name)
+        self.grammars.check(params, name)
         return params
+
+    def _check_bad_words(self, words: Seq[str], name: str) -> None:
+        if self.tokenizer is None:
+            raise ValueError(f"{name}: the model came without a tokenizer, so bad_words have no tokens")
+        for word in words:
+            ids = self._tokenize(word, name, add_special_tokens=False)
+            wrong = next((i for i in ids if i >= self.vocab_size), None)
+            if wrong is not None:
+                raise ValueError(f"{name}: token id {wrong} of bad word {word!r} is outside the vocabulary")
 
     def chat(self, conversation: Any, name: str, template_kwargs: Mapping[str, Any]) -> list[int]:
         """Token ids of a conversation in the model's own format."""

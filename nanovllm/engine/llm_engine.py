@@ -14,6 +14,7 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.engine.build import build_engine_parts
+from nanovllm.engine.grammar import GrammarCompiler
 from nanovllm.engine.inputs import InputProcessor, Prompt, params_list, prompt_list
 from nanovllm.engine.model_runner import StepResult
 from nanovllm.engine.request import Output, Request, StreamOutput, make_request, stop_checker
@@ -46,8 +47,9 @@ class LLMEngine:
         self.model_runner = parts.model_runner
         self.scheduler = parts.scheduler
         blocks = self.scheduler.block_manager
+        self._grammars = GrammarCompiler(self.tokenizer, parts.vocab_size, self.scheduler.eos_token_ids)
         self._inputs = InputProcessor(
-            self.tokenizer, parts.vocab_size, parts.max_model_len, blocks.num_blocks, blocks.block_size
+            self.tokenizer, self._grammars, parts.vocab_size, parts.max_model_len, blocks.num_blocks, blocks.block_size
         )
         self._step_builder = parts.step_builder
         self._max_in_flight = 1 if parts.overlap else 0  # steps whose tokens the next step does not wait for
@@ -338,7 +340,9 @@ class LLMEngine:
     def _enqueue(self, ids: list[int], params: SamplingParams, requests: list[Request], by_step: bool) -> None:
         first_id = self._next_seq_id
         self._next_seq_id += params.n
-        request = make_request(first_id, ids, params, self._inputs.max_len, self.config.seed, self.tokenizer)
+        request = make_request(
+            first_id, ids, params, self._inputs.max_len, self.config.seed, self.tokenizer, self._grammars
+        )
         request.by_step = by_step
         requests.append(request)
         for seq in request.sequences:
@@ -387,7 +391,7 @@ class LLMEngine:
         unfinished = [seq for seq in sequences if seq.status is not Status.FINISHED]
         self.scheduler.reset(unfinished)
         for seq in unfinished:
-            self.scheduler.settle(seq, stop_checker(self.tokenizer, seq.params))
+            self.scheduler.settle(seq, stop_checker(self.tokenizer, seq.params), self._grammars.start(seq.params))
         self._retire([seq for seq in sequences if seq.status is Status.FINISHED])
         self._broken = False
 

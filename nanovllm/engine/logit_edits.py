@@ -26,6 +26,8 @@ class RowHistory:
 class LogitEdits:
     """Rows are indices among the step's sampling sequences, in order."""
 
+    masked_rows: np.ndarray  # [M] int32
+    masks: np.ndarray  # [M, ceil(vocab_size / 32)] int32, a bit for each token that may come
     bias_rows: np.ndarray  # [E] int32
     bias_ids: np.ndarray  # [E] int32
     bias_values: np.ndarray  # [E] float32, added; -inf bans
@@ -52,7 +54,10 @@ def build_logit_edits(batch: Batch, eos_token_ids: frozenset[int]) -> LogitEdits
     open_bans = [(i, token_id, after) for i, token_id, after in bans if after is not None]
     allowed = [(i, t) for i, item in edited for t in item.seq.params.allowed_token_ids or ()]
     penalised = [(i, item.seq.params) for i, item in edited if item.seq.params.penalised]
+    masked = [(i, item.seq.grammar.mask()) for i, item in edited if item.seq.grammar is not None]
     return LogitEdits(
+        masked_rows=np.array([i for i, _ in masked], dtype=np.int32),
+        masks=np.array([mask for _, mask in masked], dtype=np.int32),
         bias_rows=np.array([i for i, _, _ in bias], dtype=np.int32),
         bias_ids=np.array([t for _, t, _ in bias], dtype=np.int32),
         bias_values=np.array([v for _, _, v in bias], dtype=np.float32),

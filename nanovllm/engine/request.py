@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanovllm.engine.detokenizer import Detokenizer, StopChecker
+from nanovllm.engine.grammar import GrammarCompiler
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.sampling_params import SamplingParams
 
@@ -156,8 +157,10 @@ class Stream:
 def text_ids(seq: Sequence, start: int = 0) -> list[int]:
     """Completion ids that show in the text, from `start` on: a token that ended it does not, unless asked for."""
     ids = seq.completion_ids_from(start)
-    ended_by_token = seq.finish_reason == "stop" and (seq.stop_checker is None or seq.stop_checker.matched is None)
-    return ids[:-1] if ended_by_token and not seq.params.include_stop_str_in_output else ids
+    by_text = seq.ended_by_grammar or (seq.stop_checker is not None and seq.stop_checker.matched is not None)
+    return (
+        ids[:-1] if seq.finish_reason == "stop" and not by_text and not seq.params.include_stop_str_in_output else ids
+    )
 
 
 def completion_detokenizer(tokenizer: Any, params: SamplingParams) -> Detokenizer:
@@ -179,7 +182,13 @@ def bad_word_ids(tokenizer: Any, params: SamplingParams) -> tuple[tuple[int, ...
 
 
 def make_request(
-    first_id: int, ids: list[int], params: SamplingParams, max_len: int, engine_seed: int, tokenizer: Any
+    first_id: int,
+    ids: list[int],
+    params: SamplingParams,
+    max_len: int,
+    engine_seed: int,
+    tokenizer: Any,
+    grammars: GrammarCompiler,
 ) -> Request:
     """The sequences of a prompt.
 
@@ -190,6 +199,7 @@ def make_request(
         max_len: length at which any sequence of the engine ends.
         engine_seed: what seeds are derived from where `params` has none.
         tokenizer: of the model, or None.
+        grammars: of the engine.
     """
     if params.max_tokens is not None:
         max_len = min(max_len, len(ids) + params.max_tokens)
@@ -203,6 +213,7 @@ def make_request(
             max_len,
             completion_seed(base, i),
             stop_checker(tokenizer, params),
+            grammars.start(params),
             scores_prompt=params.prompt_logprobs is not None and i == 0,  # the prompt is the same for all
             bad_words=bad_words,
         )

@@ -10,7 +10,8 @@ When there are none, the running sequence that arrived last gives its blocks up 
 tokens. The oldest one is never preempted, and no sequence is admitted with a length limit beyond the whole
 pool, so the engine always makes progress.
 
-Steps may overlap: `schedule` for step N+1 may run before `postprocess` for step N.
+Steps may overlap: `schedule` for step N+1 may run before `postprocess` for step N. A sequence whose next token
+depends on the value of the last one (`waits_for_tokens`) sits out step N+1 then, and goes on in step N+2.
 """
 
 import time
@@ -20,6 +21,7 @@ from typing import NamedTuple
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.detokenizer import StopChecker
+from nanovllm.engine.grammar import Grammar
 from nanovllm.engine.sequence import Sequence, Status
 
 Logprobs = tuple[list[int], list[float]]  # token ids and log-probabilities of one draw, the drawn token first
@@ -113,7 +115,7 @@ class Scheduler:
                 continue
             if start + 1 < num_tokens:
                 in_prompt.append(seq)
-            elif start < num_tokens < seq.max_len:
+            elif start < num_tokens < seq.max_len and not (seq.waits_for_tokens and seq.num_pending_tokens):
                 if num_tokens > len(seq.block_table) * block_size:
                     num_preempted += self._make_room(seq)
                     if seq.status is not Status.RUNNING:
@@ -196,13 +198,15 @@ class Scheduler:
             seq.reset_to_waiting()
             self.waiting.append(seq)
 
-    def settle(self, seq: Sequence, stop_checker: StopChecker | None) -> None:
+    def settle(self, seq: Sequence, stop_checker: StopChecker | None, grammar: Grammar | None) -> None:
         """Take a waiting sequence's last token in again, since the step that did may have broken off half-way.
 
         Args:
             stop_checker: a fresh one, if the sequence has stop strings.
+            grammar: likewise.
         """
         seq.stop_checker = stop_checker
+        seq.grammar = grammar
         del seq.logprobs[seq.num_completion_tokens :]
         reason = self._finish_reason(seq) if seq.num_completion_tokens else None
         if reason is not None:
@@ -318,10 +322,20 @@ class Scheduler:
                 return "error"
             if seq.stop_reason is not None:
                 return "stop"
+        ended = False
+        if seq.grammar is not None:
+            try:
+                ended = seq.grammar.push(seq.completion_ids_from(seq.grammar.num_tokens))
+            except Exception as error:  # as above
+                seq.fail(error)
+                return "error"
         if may_stop and token_id in params.stop_token_ids:
             seq.stop_reason = token_id
             return "stop"
         if may_stop and token_id in self.eos_token_ids and not params.ignore_eos:
+            return "stop"
+        if ended:
+            seq.ended_by_grammar = token_id not in self.eos_token_ids
             return "stop"
         return "length" if len(seq.token_ids) >= seq.max_len else None
 

@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence as Seq
 
 from nanovllm.engine.detokenizer import StopChecker
+from nanovllm.engine.grammar import Grammar
 from nanovllm.sampling_params import SamplingParams
 
 logger = logging.getLogger("nanovllm")
@@ -36,6 +37,7 @@ class Sequence:
         max_len: length, prompt included, at which the sequence ends with "length".
         seed: 64-bit seed of its random draws.
         stop_checker: looks for the stop strings, if there are any.
+        grammar: what it has to follow, if anything.
         scores_prompt: collect the log-probabilities of the prompt's tokens.
         bad_words: token ids of each string that must not appear.
     """
@@ -48,6 +50,7 @@ class Sequence:
         max_len: int,
         seed: int,
         stop_checker: StopChecker | None = None,
+        grammar: Grammar | None = None,
         scores_prompt: bool = False,
         bad_words: tuple[tuple[int, ...], ...] = (),
     ):
@@ -63,7 +66,12 @@ class Sequence:
         self.error: Exception | None = None  # what ended it, or will with its next token
         self.stop_checker = stop_checker
         # By something else than its length.
-        self.may_stop = stop_checker is not None or bool(params.stop_token_ids) or not params.ignore_eos
+        ends = stop_checker is not None or grammar is not None or bool(params.stop_token_ids)
+        self.may_stop = ends or not params.ignore_eos
+        # What the next token may be depends on the last one: it has to be known before the next step is built.
+        self.waits_for_tokens = grammar is not None
+        self.grammar = grammar
+        self.ended_by_grammar = False  # with a token of the text, after which nothing can follow
         self.logprobs: list[dict[int, float]] = []  # of each generated token, if asked for
         self.bad_words = bad_words
         self.scores_prompt = scores_prompt

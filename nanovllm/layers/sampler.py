@@ -59,6 +59,15 @@ def _filter(logits: torch.Tensor, filters: Filters) -> torch.Tensor:
     return logits.masked_fill(torch.zeros_like(outside).scatter_(1, order, outside), float("-inf"))
 
 
+def apply_masks(logits: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
+    """Logits [n, vocab_size] with -inf where a row's bit is 0; masks: [n, ceil(vocab_size / 32)] int32."""
+    ids = torch.arange(logits.shape[1], device=logits.device)
+    words, shifts = ids // 32, (ids % 32).int()
+    rows = max(1, CHUNK_ELEMENTS // logits.shape[1])
+    parts = zip(logits.split(rows), masks.split(rows), strict=True)
+    return torch.cat([part.masked_fill((some[:, words] >> shifts) & 1 == 0, float("-inf")) for part, some in parts])
+
+
 def apply_penalties(
     logits: torch.Tensor, in_prompt: torch.Tensor, counts: torch.Tensor, penalties: torch.Tensor
 ) -> torch.Tensor:
