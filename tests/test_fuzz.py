@@ -54,7 +54,6 @@ GOOD = {
     "include_stop_str_in_output": st.booleans(),
     "ignore_eos": st.booleans(),
     "logprobs": st.one_of(st.none(), st.integers(0, 20)),
-    "prompt_logprobs": st.one_of(st.none(), st.integers(0, 20)),
     "detokenize": st.booleans(),
     "skip_special_tokens": st.booleans(),
 }
