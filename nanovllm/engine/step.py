@@ -79,6 +79,7 @@ class StepBuilder:
             self._num_sent_blocks[seq.row] = 0
             self._last_sampled[seq.row] = -1
         sequences, starts, lengths, samples, _ = zip(*batch.items, strict=True)
+        special = not all(seq.is_plain for seq in sequences)
         return StepInput(
             rows=int32_array([seq.row for seq in sequences]),
             starts=int32_array(starts),
@@ -87,9 +88,9 @@ class StepBuilder:
             samples=int32_array(samples),
             table_changes=self._table_changes(batch),
             row_params=np.array([_row_params(seq) for seq in batch.admitted], dtype=np.int32).reshape(-1, 7).T,
-            prompt_scores=build_prompt_scores(batch),
+            prompt_scores=build_prompt_scores(batch) if special else None,
             shared=self._shared(batch),
-            **self._sampling(batch),
+            **(self._sampling(batch) if special else {}),
         )
 
     def _shared(self, batch: Batch) -> SharedPrefixes[np.ndarray] | None:
@@ -101,8 +102,6 @@ class StepBuilder:
     def _sampling(self, batch: Batch) -> dict[str, Any]:
         """The fields that plain requests leave at their defaults."""
         special = [item.seq.params for item in batch.items if not item.seq.is_plain and item.samples]
-        if not special and all(seq.is_plain for seq in batch.admitted):
-            return {}
         return {
             "any_filtered": any(params.filtered for params in special),
             "edits": build_logit_edits(batch, self._eos_token_ids),
