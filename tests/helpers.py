@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import (
     AutoModelForCausalLM,
@@ -28,6 +29,7 @@ CONFIGS = {
     "llama": LlamaConfig,
     "mistral": MistralConfig,
     "olmo2": Olmo2Config,
+    "olmo3": getattr(transformers, "Olmo3Config", None),  # transformers 4.57 and later
     "phi3": Phi3Config,
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
@@ -56,7 +58,7 @@ def small_config(family: str, **changes):
         "initializer_range": 0.15,
     }
     fields.update(changes)
-    if family in ("qwen2", "olmo2", "phi3"):
+    if family in ("qwen2", "olmo2", "olmo3", "phi3"):
         del fields["head_dim"]  # its config has none: hidden_size / num_attention_heads
     config = CONFIGS[family](**fields)
     config.architectures = [CONFIGS[family].__name__.replace("Config", "ForCausalLM").replace("Text", "")]

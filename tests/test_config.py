@@ -1,4 +1,5 @@
 from dataclasses import astuple
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -78,21 +79,24 @@ def test_dtype_follows_the_checkpoint_where_the_machine_is_fast_in_it(caplog, mo
     assert choose_dtype("auto", config_with(torch.bfloat16), torch.device("cuda")) is torch.float16
 
 
-def test_limits():
+def test_limits(caplog):
     cpu = torch.device("cpu")
-    hf = config_with("float32")
+    spec = SimpleNamespace(hf_config=config_with("float32"), max_positions=100, max_positions_note=" (and why)")
 
     def limits(device=cpu, **options):
-        return astuple(choose_limits(Config(model="m", **options), hf, device))
+        return astuple(choose_limits(Config(model="m", **options), spec, device))
 
     assert limits() == (64, 1024, 100)
     assert limits(max_num_batched_tokens=8) == (8, 8, 100)
     assert limits(max_num_seqs=5000) == (5000, 5000, 100)
     assert limits(torch.device("cuda"), max_model_len=50) == (512, 16384, 50)
-    with pytest.raises(ValueError, match="max_model_len 101 exceeds the model's window of 100 tokens"):
+    with pytest.raises(ValueError, match=r"max_model_len 101 exceeds the model's window of 100 tokens \(and why"):
         limits(max_model_len=101)
     with pytest.raises(ValueError, match="max_model_len must be at least 2"):
         limits(max_model_len=1)
+    spec.max_positions = 40
+    assert limits() == (64, 1024, 40)
+    assert caplog.messages == ["max_model_len is 40 (and why)"]
 
 
 def test_device_that_is_not_there_is_an_error(monkeypatch):

@@ -54,7 +54,7 @@ def build_engine_parts(config: Config) -> EngineParts:
     spec = model_spec(hf_config)
     device = choose_device(config.device)
     free_at_start = free_gpu_bytes(device) if device.type == "cuda" else 0
-    limits = choose_limits(config, hf_config, device)
+    limits = choose_limits(config, spec, device)
     dtype = choose_dtype(config.dtype, hf_config, device)
     check_sizes(spec, limits, dtype, free_at_start if device.type == "cuda" else available_host_bytes())
     share = config.shared_prefix_attention is not False
@@ -145,15 +145,17 @@ def _cpu_is_fast_in_16_bits(dtype: torch.dtype) -> bool:
     return dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()
 
 
-def choose_limits(config: Config, hf_config: Any, device: torch.device) -> Limits:
+def choose_limits(config: Config, spec: DecoderSpec, device: torch.device) -> Limits:
     """Limits from the config; a default gives way to another value where that one was set."""
     on_cpu = device.type == "cpu"
     tokens = config.max_num_batched_tokens or max(1024 if on_cpu else 16384, config.max_num_seqs or 0)
     max_num_seqs = config.max_num_seqs or min(64 if on_cpu else 512, tokens)
-    window = hf_config.max_position_embeddings
+    window, note = spec.max_positions, spec.max_positions_note
     asked = config.max_model_len
     if asked is not None and asked > window:
-        raise ValueError(f"max_model_len {asked} exceeds the model's window of {window} tokens")
+        raise ValueError(f"max_model_len {asked} exceeds the model's window of {window} tokens{note}")
+    if asked is None and window < spec.hf_config.max_position_embeddings:
+        logger.warning("max_model_len is %d%s", window, note)
     if (asked or window) < 2:
         raise ValueError(f"max_model_len must be at least 2 (one prompt token, one generated), got {asked or window}")
     return Limits(max_num_seqs, tokens, asked or window)

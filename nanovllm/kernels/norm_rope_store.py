@@ -67,9 +67,13 @@ def _norm_rope_store_kernel(
                 weight_ptr = q_weight_ptr
             low_weight = tl.load(weight_ptr + dims, mask=dim_mask, other=0.0).to(tl.float32)
             high_weight = tl.load(weight_ptr + HALF + dims, mask=dim_mask, other=0.0).to(tl.float32)
-            # Rounded before the weight and after it, as in the reference.
-            low = ((low * scale).to(dtype).to(tl.float32) * low_weight[None, :]).to(dtype).to(tl.float32)
-            high = ((high * scale).to(dtype).to(tl.float32) * high_weight[None, :]).to(dtype).to(tl.float32)
+            low *= scale
+            high *= scale
+            if q_weight_ptr.dtype.element_ty != tl.float32:  # rounded before the weight too, as in the reference
+                low = low.to(dtype).to(tl.float32)
+                high = high.to(dtype).to(tl.float32)
+            low = (low * low_weight[None, :]).to(dtype).to(tl.float32)
+            high = (high * high_weight[None, :]).to(dtype).to(tl.float32)
         new_low = (low * cos - high * sin).to(dtype)
         new_high = (high * cos + low * sin).to(dtype)
         if is_q:

@@ -50,13 +50,16 @@ def decode_inputs(
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich, 2019).
 
-    The normalised value is computed in float32 and rounded to x's dtype before the weight, as in transformers.
+    The normalised value is computed in float32 and, as in transformers, rounded to x's dtype before the weight, unless
+    the weight is float32.
 
-    x: [..., hidden]; weight: [hidden] of x's dtype, None for all ones
+    x: [..., hidden]; weight: [hidden] of x's dtype or float32, None for all ones
     Returns a new tensor like x.
     """
     if x.dtype == torch.float32:
         return F.rms_norm(x, x.shape[-1:], weight, eps)
+    if weight is not None and weight.dtype == torch.float32:
+        return F.rms_norm(x.float(), x.shape[-1:], weight, eps).to(x.dtype)
     out = F.rms_norm(x.float(), x.shape[-1:], None, eps).to(x.dtype)
     return out if weight is None else out.mul_(weight)
 
@@ -103,7 +106,7 @@ def norm_rope_store(
     positions: [num_tokens] int32 or int64, rows of cos_sin
     slots: [num_tokens] int32 or int64, block * block_size + offset in it
     cos_sin: [max_position, head_dim] float32, cosines in the first half, sines in the second
-    q_weight, k_weight: [head_dim] of qkv's dtype, both or neither; None leaves q and k as they are
+    q_weight, k_weight: [head_dim] of qkv's dtype or float32 (see `rms_norm`), both or neither; None: no norm
     k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim], contiguous
     Returns q [num_tokens, num_q_heads, head_dim], possibly a view of qkv or strided.
     """
@@ -114,9 +117,10 @@ def norm_rope_store(
     x = heads[:, :num_rotated]
     if q_weight is not None:
         assert k_weight is not None
-        x = rms_norm(x, None, eps)
+        x = rms_norm(x.to(q_weight.dtype), None, eps)
         x[:, :num_q_heads].mul_(q_weight)
         x[:, num_q_heads:].mul_(k_weight)
+        x = x.to(qkv.dtype)
     cos, sin = F.embedding(positions, cos_sin).view(num_tokens, 2, 1, -1).unbind(1)
     first, second = x.view(num_tokens, num_rotated, 2, -1).unbind(2)
     rotated = torch.empty((num_tokens, num_rotated, head_dim), dtype=cos_sin.dtype, device=qkv.device)

@@ -39,7 +39,9 @@ def _rms_norm_kernel(
         tl.store(residual_ptr + offsets, x, mask=mask)
     x = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, 0) / HIDDEN + eps)
-    normed = (x * scale).to(out_ptr.dtype.element_ty).to(tl.float32)  # rounded before the weight, as in the reference
+    normed = x * scale
+    if weight_ptr.dtype.element_ty != tl.float32:  # rounded before the weight, as in the reference
+        normed = normed.to(out_ptr.dtype.element_ty).to(tl.float32)
     out = (normed * weight.to(tl.float32)).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + offsets, out, mask=mask)
 

@@ -10,6 +10,7 @@ class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight, over the last dimension (Zhang and Sennrich, 2019).
 
     Args:
+        dtype: of the weights. float32 where inputs are not: the product with them is rounded, not what goes into it.
         offset: what is added to the checkpoint's weights, once they are loaded.
     """
 

@@ -16,7 +16,7 @@ from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import Linear
 from nanovllm.layers.moe import MoE, MoESpec
 from nanovllm.layers.ops import Ops
-from nanovllm.layers.rotary_embedding import build_cos_sin
+from nanovllm.layers.rotary_embedding import build_cos_sin, head_order, rope_limit, rope_settings, rotary_dim
 
 # Settings that would change the result and are not implemented, and the value at which they do not.
 NEUTRAL = {
@@ -45,6 +45,9 @@ class DecoderSpec:
     head_dim: int
     rms_norm_eps: float
     tie_word_embeddings: bool
+    rope: dict[str, Any]  # `rope_settings`
+    max_positions: int  # longest sequence
+    max_positions_note: str  # on what limits it, to end an error message with
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
@@ -55,13 +58,14 @@ class DecoderSpec:
     layer_class: type[nn.Module] | None = None  # None: DecoderLayer
     scale: float | None = None  # on attention's scores; None: head_dim**-0.5
     norm_offset: float = 0.0  # what norms add to the weights in the checkpoint
+    float32_norms: bool = False  # norms multiply by their weights in float32 and round once, not before and after
     embedding_scale: float | None = None  # on the embeddings, rounded to the model's dtype
-    rope: Any = None  # rotary settings, where hf_config has several; None: hf_config's
-    window_rope: Any = None  # those of layers with a window; None: the same
+    window_rope: dict[str, Any] | None = None  # rotary settings of layers with a window; None: `rope`
+    partial_rotary: bool = False  # heads may be rotated in part
 
     @classmethod
     def from_config(cls, hf_config: Any, **switches: Any) -> "DecoderSpec":
-        """Spec from a transformers config.
+        """Spec from a transformers config; `switches` are further fields.
 
         Raises:
             ValueError: a setting that would change the result and is not implemented.
@@ -83,6 +87,11 @@ class DecoderSpec:
             raise ValueError(f"rms_norm_eps in the model's config must be in [0, 1), got {hf_config.rms_norm_eps}")
         if num_q_heads % num_kv_heads:
             raise ValueError(f"num_attention_heads {num_q_heads} is not a multiple of {num_kv_heads} KV heads")
+        head_dim = _size(hf_config, "head_dim", hf_config.hidden_size // num_q_heads)
+        rope = switches.pop("rope", None) or rope_settings(hf_config)
+        if rotary_dim(rope, head_dim) != head_dim and not switches.get("partial_rotary"):
+            raise ValueError(f"partial_rotary_factor {rope['partial_rotary_factor']} is not supported, only 1")
+        max_positions, note = rope_limit(rope, hf_config.max_position_embeddings)
         return cls(
             hf_config=hf_config,
             vocab_size=hf_config.vocab_size,
@@ -91,9 +100,12 @@ class DecoderSpec:
             num_layers=hf_config.num_hidden_layers,
             num_q_heads=num_q_heads,
             num_kv_heads=num_kv_heads,
-            head_dim=_size(hf_config, "head_dim", hf_config.hidden_size // num_q_heads),
+            head_dim=head_dim,
             rms_norm_eps=hf_config.rms_norm_eps,
             tie_word_embeddings=bool(getattr(hf_config, "tie_word_embeddings", False)),
+            rope=rope,
+            max_positions=max_positions,
+            max_positions_note=note,
             **switches,
         )
 
@@ -118,6 +130,23 @@ class Build:
     max_model_len: int
 
 
+def make_norm(spec: DecoderSpec, size: int, build: Build) -> RMSNorm:
+    dtype = torch.float32 if spec.float32_norms else build.dtype
+    return RMSNorm(size, spec.rms_norm_eps, dtype, build.device, build.ops, spec.norm_offset)
+
+
+def qk_order(spec: DecoderSpec) -> torch.Tensor | None:
+    """Order of qkv_proj's rows in which halves of heads turn; None: the checkpoint's."""
+    turning = rotary_dim(spec.rope, spec.head_dim)
+    if turning == spec.head_dim:
+        return None
+    assert not spec.qk_norm  # its weights would need the same order
+    rows = torch.arange((spec.num_q_heads + 2 * spec.num_kv_heads) * spec.head_dim).view(-1, spec.head_dim)
+    rotated = spec.num_q_heads + spec.num_kv_heads
+    rows[:rotated] = rows[:rotated, head_order(spec.head_dim, turning)]
+    return rows.flatten()
+
+
 class Attention(nn.Module):
     def __init__(self, spec: DecoderSpec, layer: int, build: Build, cos_sin: torch.Tensor):
         super().__init__()
@@ -131,11 +160,10 @@ class Attention(nn.Module):
         parts = {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows}
         if spec.fused_parts:
             parts = {"qkv_proj": q_rows + 2 * kv_rows}
-        self.qkv_proj = Linear(spec.hidden_size, parts, spec.qkv_bias, *where)
+        self.qkv_proj = Linear(spec.hidden_size, parts, spec.qkv_bias, *where, order=qk_order(spec))
         self.o_proj = Linear(q_rows, {"o_proj": spec.hidden_size}, spec.o_bias, *where)
-        norm = (spec.head_dim, self.eps, *where, build.ops, spec.norm_offset)
-        self.q_norm = RMSNorm(*norm) if spec.qk_norm else None
-        self.k_norm = RMSNorm(*norm) if spec.qk_norm else None
+        self.q_norm = make_norm(spec, spec.head_dim, build) if spec.qk_norm else None
+        self.k_norm = make_norm(spec, spec.head_dim, build) if spec.qk_norm else None
         self.norms_heads = spec.qk_norm
         self._cos_sin = cos_sin
         self._build = build
@@ -182,10 +210,9 @@ class MLP(nn.Module):
 class DecoderLayer(nn.Module):
     def __init__(self, spec: DecoderSpec, layer: int, build: Build, cos_sin: torch.Tensor):
         super().__init__()
-        norm = (spec.hidden_size, spec.rms_norm_eps, build.dtype, build.device, build.ops)
-        self.input_layernorm = RMSNorm(*norm)
+        self.input_layernorm = make_norm(spec, spec.hidden_size, build)
         self.self_attn = Attention(spec, layer, build, cos_sin)
-        self.post_attention_layernorm = RMSNorm(*norm)
+        self.post_attention_layernorm = make_norm(spec, spec.hidden_size, build)
         if spec.moe is not None and layer in spec.moe.layers:
             self.mlp: nn.Module = MoE(spec.hidden_size, spec.moe, build.dtype, build.device, build.ops)
         else:
@@ -213,15 +240,15 @@ class DecoderModel(nn.Module):
         super().__init__()
         where = (build.dtype, build.device)
         rotation = (spec.head_dim, build.max_model_len, build.device)
-        cos_sin = build_cos_sin(spec.rope or spec.hf_config, *rotation)
-        in_window = build_cos_sin(spec.window_rope, *rotation) if spec.window_rope else cos_sin
+        cos_sin = build_cos_sin(spec.hf_config, spec.rope, *rotation)
+        in_window = build_cos_sin(spec.hf_config, spec.window_rope, *rotation) if spec.window_rope else cos_sin
         windows = spec.windows or (None,) * spec.num_layers
         self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size, *where)
         layer_class = spec.layer_class or DecoderLayer
         self.layers = nn.ModuleList(
             layer_class(spec, i, build, cos_sin if window is None else in_window) for i, window in enumerate(windows)
         )
-        self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps, *where, build.ops, spec.norm_offset)
+        self.norm = make_norm(spec, spec.hidden_size, build)
         self._embedding_scale: torch.Tensor | None = None
         if spec.embedding_scale is not None:
             self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=build.dtype, device=build.device)

@@ -1,6 +1,5 @@
 """Gemma 3 (text): norms on both sides of attention and MLP, local layers with a window and a rotation of their own."""
 
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -8,17 +7,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.engine.step import Step
-from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.models.decoder import MLP, Attention, Build, DecoderSpec
+from nanovllm.layers.rotary_embedding import rope_settings
+from nanovllm.models.decoder import MLP, Attention, Build, DecoderSpec, make_norm
 from nanovllm.models.olmo2 import whole
 from nanovllm.models.windows import layer_windows
-
-
-@dataclass(frozen=True)
-class RopeConfig:
-    """The rotary settings of one kind of layer, as a config of its own."""
-
-    rope_parameters: dict[str, Any]
 
 
 def gemma3_spec(hf_config: Any) -> DecoderSpec:
@@ -30,28 +22,20 @@ def gemma3_spec(hf_config: Any) -> DecoderSpec:
     if getattr(hf_config, "use_bidirectional_attention", False):
         raise ValueError("use_bidirectional_attention in the model's config is not supported")
     bias = bool(getattr(hf_config, "attention_bias", False))
-    spec = DecoderSpec.from_config(
-        hf_config, qkv_bias=bias, o_bias=bias, windows=layer_windows(hf_config), layer_class=Gemma3Layer
-    )
-    full, local = rope_configs(hf_config)
-    return replace(
-        spec,
+    return DecoderSpec.from_config(
+        hf_config,
+        qkv_bias=bias,
+        o_bias=bias,
         qk_norm=True,
+        windows=layer_windows(hf_config),
+        layer_class=Gemma3Layer,
         norm_offset=1.0,
+        float32_norms=True,
         scale=hf_config.query_pre_attn_scalar**-0.5,
         embedding_scale=hf_config.hidden_size**0.5,
-        rope=full,
-        window_rope=local,
+        rope=rope_settings(hf_config, "full_attention"),
+        window_rope=rope_settings(hf_config, "sliding_attention"),
     )
-
-
-def rope_configs(hf_config: Any) -> tuple[RopeConfig, RopeConfig]:
-    """(of layers that see everything, of those with a window), from transformers 5's form or 4's."""
-    parameters = getattr(hf_config, "rope_parameters", None)
-    if parameters is not None:
-        return RopeConfig(parameters["full_attention"]), RopeConfig(parameters["sliding_attention"])
-    full = {**(hf_config.rope_scaling or {}), "rope_theta": hf_config.rope_theta}
-    return RopeConfig(full), RopeConfig({"rope_type": "default", "rope_theta": hf_config.rope_local_base_freq})
 
 
 class Gemma3MLP(MLP):
@@ -65,13 +49,12 @@ class Gemma3MLP(MLP):
 class Gemma3Layer(nn.Module):
     def __init__(self, spec: DecoderSpec, layer: int, build: Build, cos_sin: torch.Tensor):
         super().__init__()
-        norm = (spec.hidden_size, spec.rms_norm_eps, build.dtype, build.device, build.ops, spec.norm_offset)
-        self.input_layernorm = RMSNorm(*norm)
+        self.input_layernorm = make_norm(spec, spec.hidden_size, build)
         self.self_attn = Attention(spec, layer, build, cos_sin)
-        self.post_attention_layernorm = RMSNorm(*norm)
-        self.pre_feedforward_layernorm = RMSNorm(*norm)
+        self.post_attention_layernorm = make_norm(spec, spec.hidden_size, build)
+        self.pre_feedforward_layernorm = make_norm(spec, spec.hidden_size, build)
         self.mlp = Gemma3MLP(spec, build)
-        self.post_feedforward_layernorm = RMSNorm(*norm)
+        self.post_feedforward_layernorm = make_norm(spec, spec.hidden_size, build)
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, step: Step, wanted: torch.Tensor | None = None

@@ -6,13 +6,14 @@ import torch
 from torch import nn
 
 from nanovllm.engine.step import Step
-from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.models.decoder import MLP, Attention, Build, DecoderSpec
+from nanovllm.models.decoder import MLP, Attention, Build, DecoderSpec, make_norm
 
 
-def olmo2_spec(hf_config: Any) -> DecoderSpec:
+def olmo2_spec(hf_config: Any, **switches: Any) -> DecoderSpec:
+    """`switches` are further fields of the spec, for families of the same layers."""
     bias = bool(getattr(hf_config, "attention_bias", False))
-    return DecoderSpec.from_config(hf_config, qkv_bias=bias, o_bias=bias, layer_class=Olmo2Layer)
+    own = {"qkv_bias": bias, "o_bias": bias, "float32_norms": True, "layer_class": Olmo2Layer}
+    return DecoderSpec.from_config(hf_config, **own, **switches)
 
 
 class Olmo2Attention(Attention):
@@ -21,8 +22,7 @@ class Olmo2Attention(Attention):
     def __init__(self, spec: DecoderSpec, layer: int, build: Build, cos_sin: torch.Tensor):
         super().__init__(spec, layer, build, cos_sin)
         self._rows = [spec.num_q_heads * spec.head_dim, *[spec.num_kv_heads * spec.head_dim] * 2]
-        where = (spec.rms_norm_eps, build.dtype, build.device, build.ops)
-        self.q_norm, self.k_norm = RMSNorm(self._rows[0], *where), RMSNorm(self._rows[1], *where)
+        self.q_norm, self.k_norm = (make_norm(spec, rows, build) for rows in self._rows[:2])
         self.norms_heads = False
 
     def _project(self, x: torch.Tensor) -> torch.Tensor:
@@ -35,11 +35,10 @@ class Olmo2Attention(Attention):
 class Olmo2Layer(nn.Module):
     def __init__(self, spec: DecoderSpec, layer: int, build: Build, cos_sin: torch.Tensor):
         super().__init__()
-        norm = (spec.hidden_size, spec.rms_norm_eps, build.dtype, build.device, build.ops)
         self.self_attn = Olmo2Attention(spec, layer, build, cos_sin)
-        self.post_attention_layernorm = RMSNorm(*norm)
+        self.post_attention_layernorm = make_norm(spec, spec.hidden_size, build)
         self.mlp = MLP(spec, build)
-        self.post_feedforward_layernorm = RMSNorm(*norm)
+        self.post_feedforward_layernorm = make_norm(spec, spec.hidden_size, build)
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, step: Step, wanted: torch.Tensor | None = None

@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4: Llama with fused projections in the checkpoint; the small ones have a window in every layer."""
+"""Phi-3 and Phi-4: Llama with fused projections in the checkpoint; some have a window, some rotate heads in part."""
 
 from typing import Any
 
@@ -7,4 +7,5 @@ from nanovllm.models.windows import layer_windows
 
 
 def phi3_spec(hf_config: Any) -> DecoderSpec:
-    return DecoderSpec.from_config(hf_config, fused_parts=True, windows=layer_windows(hf_config))
+    windows = layer_windows(hf_config)
+    return DecoderSpec.from_config(hf_config, fused_parts=True, windows=windows, partial_rotary=True)

@@ -8,6 +8,7 @@ from nanovllm.models.gemma3 import gemma3_spec
 from nanovllm.models.llama import llama_spec
 from nanovllm.models.mistral import mistral_spec
 from nanovllm.models.olmo2 import olmo2_spec
+from nanovllm.models.olmo3 import olmo3_spec
 from nanovllm.models.phi3 import phi3_spec
 from nanovllm.models.qwen2 import qwen2_spec
 from nanovllm.models.qwen3 import qwen3_spec
@@ -18,6 +19,7 @@ FAMILIES: dict[str, Callable[[Any], DecoderSpec]] = {
     "LlamaForCausalLM": llama_spec,
     "MistralForCausalLM": mistral_spec,
     "Olmo2ForCausalLM": olmo2_spec,
+    "Olmo3ForCausalLM": olmo3_spec,
     "Phi3ForCausalLM": phi3_spec,
     "Qwen2ForCausalLM": qwen2_spec,
     "Qwen3ForCausalLM": qwen3_spec,

@@ -98,6 +98,21 @@ def test_inputs_may_be_unaligned_slices(function):
     check(function, case, expected, 1e-6)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_float32_norm_weights(dtype):
+    """They are not rounded, nor is what they multiply: the same as weights and norm in float32, rounded once."""
+    case = make_case(5, 4, 2, 64, dtype, True)
+    case[4], case[5] = torch.randn(2, 64, device=DEVICE)
+    normed = copy_of(case)
+    heads = normed[0].view(5, -1, 64)
+    for some, weight in ((heads[:, :4], case[4]), (heads[:, 4:6], case[5])):
+        some.copy_(torch.nn.functional.rms_norm(some.float(), (64,), weight, EPS))
+    normed[4] = normed[5] = None
+    expected = expected_by_transformers(normed)
+    for function in (norm_rope_store, reference.norm_rope_store):
+        check(function, case, expected, TOLERANCE[dtype])
+
+
 @pytest.mark.gpu
 def test_slots_beyond_32_bit_offsets():
     case = make_case(2, 2, 1, 64, torch.bfloat16, False)

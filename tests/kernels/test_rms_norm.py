@@ -3,6 +3,7 @@
 import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
 from nanovllm.kernels import reference, rms_norm
 
@@ -62,3 +63,15 @@ def test_eps_counts_for_tiny_rows():
     expected = torch.full_like(x, 1e-4 / (1e-8 + 1e-6) ** 0.5)
     torch.testing.assert_close(rms_norm.rms_norm(x, weight, 1e-6), expected)
     torch.testing.assert_close(reference.rms_norm(x, weight, 1e-6), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_float32_weights_are_multiplied_before_the_one_rounding(dtype):
+    norm = Olmo2RMSNorm(300, eps=EPS).to(DEVICE)
+    norm.weight.data.copy_(draw(300, dtype=torch.float32))
+    x = draw(5, 300, dtype=dtype)
+    expected = norm(x).detach()
+    close(reference.rms_norm(x, norm.weight.data, EPS), expected)
+    close(rms_norm.rms_norm(x, norm.weight.data, EPS), expected)
+    if dtype == torch.float16:  # the interpreter rounds it as a GPU does: all but a rare value at a rounding's edge
+        assert (rms_norm.rms_norm(x, norm.weight.data, EPS) == expected).float().mean() > 0.99
