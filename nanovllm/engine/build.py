@@ -20,6 +20,7 @@ from nanovllm.engine.memory import (
     measure_gpu_memory,
 )
 from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.precompile import compile_kernels
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.shared_prefix import SharedPrefixFinder
 from nanovllm.engine.step import StepBuilder
@@ -71,7 +72,10 @@ def build_engine_parts(config: Config) -> EngineParts:
     use_graphs = device.type == "cuda" and attention.graphs and not config.enforce_eager
     block_bytes = kv_bytes_per_block(spec, dtype, block_size)
     if device.type == "cuda":
-        memory = measure_gpu_memory(runner_for(1), free_at_start, config.gpu_memory_utilization, limits, use_graphs)
+        small = runner_for(1)
+        compile_kernels(small, limits, use_graphs)
+        memory = measure_gpu_memory(small, free_at_start, config.gpu_memory_utilization, limits, use_graphs)
+        del small
         logger.info("%s", memory.describe())
         num_blocks = memory.blocks(block_bytes, config.num_kvcache_blocks)
     else:

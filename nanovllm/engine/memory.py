@@ -150,6 +150,18 @@ def measure_gpu_memory(
 ) -> GPUMemory:
     """Run the largest step there can be, and capture the largest graphs, on a KV cache of two blocks."""
     device = runner.device
+    run_largest_step(runner, limits)
+    fixed = free_at_start - free_gpu_bytes(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    resting = torch.cuda.memory_allocated(device)
+    run_largest_step(runner, limits)
+    activations = torch.cuda.max_memory_allocated(device) - resting
+    graphs = _graph_bytes(runner, limits.max_num_seqs) if use_graphs else 0
+    return GPUMemory(free_at_start, utilization, fixed, activations, graphs)
+
+
+def run_largest_step(runner: ModelRunner, limits: Limits) -> None:
+    """Raises: ValueError: there is no memory for it."""
     largest = largest_step(limits)
     try:
         runner.launch(largest).token_ids()
@@ -158,13 +170,6 @@ def measure_gpu_memory(
             f"no GPU memory for a step of {len(largest.token_ids)} tokens and {len(largest.rows)} sequences; lower "
             "max_num_batched_tokens or max_num_seqs"
         ) from error
-    fixed = free_at_start - free_gpu_bytes(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    resting = torch.cuda.memory_allocated(device)
-    runner.launch(largest).token_ids()
-    activations = torch.cuda.max_memory_allocated(device) - resting
-    graphs = _graph_bytes(runner, limits.max_num_seqs) if use_graphs else 0
-    return GPUMemory(free_at_start, utilization, fixed, activations, graphs)
 
 
 def _graph_bytes(runner: ModelRunner, max_num_seqs: int) -> int:

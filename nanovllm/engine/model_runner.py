@@ -95,6 +95,7 @@ class ModelRunner:
     def capture_graphs(self, batch_sizes: list[int], shared_sizes: list[int]) -> None:
         """Record decode steps of these sizes (`GraphRunner`); `launch` replays the smallest that fits a batch."""
         self.graphs = GraphRunner(self, batch_sizes, shared_sizes)
+        self.graphs.capture()
 
     def drop_graphs(self) -> None:
         """Graphs and runner refer to each other; after this, dropping the runner frees its memory at once."""
