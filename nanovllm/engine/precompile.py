@@ -27,6 +27,8 @@ DECODE_SIZES = (1, 2, 4, 8, 32, 128, 256)
 SHARED_SIZES = (4, 32, 256)
 MAX_THREADS = 16
 
+NOTING = threading.Lock()  # what is exchanged in Triton meanwhile is the whole process's
+
 
 @torch.inference_mode()
 def compile_kernels(runner: ModelRunner, limits: Limits, use_graphs: bool) -> None:
@@ -53,21 +55,29 @@ def _go_through_steps(runner: ModelRunner, limits: Limits, use_graphs: bool) -> 
 
 
 def _without_running(launches: Callable[[], None]) -> list[tuple[Any, str]]:
-    """(kernel, specialisation) of each that `launches` would have to compile; this thread's launches do nothing."""
-    from triton import knobs
+    """(kernel, specialisation) of each that `launches` would have to compile; this thread's launches do nothing.
+
+    All of them: one that is compiled already must not run on what another one that is not would have written.
+    """
+    from triton import JITFunction, knobs
 
     noted: dict[str, tuple[Any, str]] = {}
-    thread, before = threading.get_ident(), knobs.runtime.jit_cache_hook
+    thread = threading.get_ident()
+
+    def run(kernel: Any, *args: Any, warmup: bool, **kwargs: Any) -> Any:
+        return run_before(kernel, *args, warmup=warmup or threading.get_ident() == thread, **kwargs)
 
     def note(*, key: str, fn: Any, compile: dict[str, Any], **more: Any) -> bool | None:
         if threading.get_ident() != thread:  # another engine's
-            return before(key=key, fn=fn, compile=compile, **more) if before is not None else None
+            return hook_before(key=key, fn=fn, compile=compile, **more) if hook_before is not None else None
         noted[f"{fn.name} {key}"] = (fn.jit_function, compile["specialization_data"])
         return True
 
-    knobs.runtime.jit_cache_hook = note
-    try:
-        launches()
-    finally:
-        knobs.runtime.jit_cache_hook = before
+    with NOTING:
+        run_before, hook_before = JITFunction.run, knobs.runtime.jit_cache_hook
+        JITFunction.run, knobs.runtime.jit_cache_hook = run, note
+        try:
+            launches()
+        finally:
+            JITFunction.run, knobs.runtime.jit_cache_hook = run_before, hook_before
     return list(noted.values())
