@@ -180,6 +180,7 @@ def parse_args(argv: list[str] | None, prog: str = "bench.py") -> argparse.Names
     engine.add_argument("--no-shared-prefix-attention", action="store_true", help="read a shared prefix per sequence")
     engine.add_argument("--device", default="auto")
     engine.add_argument("--dtype", default="auto")
+    engine.add_argument("--kv-cache-dtype", default="auto")
     for name in ("max-model-len", "max-num-seqs", "max-num-batched-tokens", "kvcache-block-size"):
         engine.add_argument(f"--{name}", type=int)
     args = parser.parse_args(argv)
@@ -197,6 +198,7 @@ def build_llm(args: argparse.Namespace, scratch: Path) -> tuple[LLM, str, float]
     options = {
         "device": args.device,
         "dtype": args.dtype,
+        "kv_cache_dtype": args.kv_cache_dtype,
         "attention_backend": args.attention_backend,
         "enforce_eager": args.enforce_eager,
         "enable_prefix_caching": not args.no_prefix_caching,
@@ -232,7 +234,7 @@ def measure(
     model = None
     if args.compare_transformers:
         runner = llm.model_runner
-        model = load_transformers(path, runner.kv_cache.dtype, runner.device)
+        model = load_transformers(path, runner.model.dtype, runner.device)
         run_transformers(model, [Request(batches[0][0].prompt, 2)])
     for requests in batches:
         times.append(run_engine(llm, requests, args.temperature, args.n))
@@ -243,7 +245,8 @@ def measure(
 
 def report(args: argparse.Namespace, llm: LLM, path: str, start_s: float) -> dict[str, Any]:
     device = llm.model_runner.device
-    spec, dtype = llm.model_runner.model.spec, llm.model_runner.kv_cache.dtype
+    spec, dtype = llm.model_runner.model.spec, llm.model_runner.model.dtype
+    kv_dtype = llm.model_runner.kv_cache.dtype
     make = WORKLOADS[args.workload][0]
     run_engine(llm, [Request(r.prompt[:64], 2) for r in make(args, 10**6)[:4]], args.temperature)  # warm up
     batches = [make(args, repeat) for repeat in range(args.repeats)]
@@ -252,13 +255,14 @@ def report(args: argparse.Namespace, llm: LLM, path: str, start_s: float) -> dic
     prompt_tokens = sum(len(r.prompt) for r in batches[0])
     output_tokens = args.n * sum(r.output_len for r in batches[0])
     rate = copy_rate(device)
-    kv_bytes = args.n * decode_kv_bytes(batches[0], kv_bytes_per_block(spec, dtype, 1))
+    kv_bytes = args.n * decode_kv_bytes(batches[0], kv_bytes_per_block(spec, kv_dtype, 1))
     weight_bytes = decode_weight_bytes(decode_batches(batches[0], args.n), spec, dtype)
     result: dict[str, Any] = {
         "workload": args.workload,
         "model": args.model or args.shape,
         "attention_backend": llm.model_runner.attention.name,
         "dtype": str(dtype).removeprefix("torch."),
+        "kv_cache_dtype": str(kv_dtype).removeprefix("torch."),
         "requests": len(batches[0]),
         "prompt_tokens": prompt_tokens,
         "output_tokens": output_tokens,

@@ -10,6 +10,7 @@ import torch
 from nanovllm.config import Config, Limits
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.graph_runner import graph_batch_sizes, shared_batch_sizes
+from nanovllm.engine.kv_scales import calibration_blocks, measure_kv_scales
 from nanovllm.engine.memory import (
     allocate_kv_cache,
     available_host_bytes,
@@ -24,6 +25,7 @@ from nanovllm.engine.precompile import compile_kernels
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.shared_prefix import SharedPrefixFinder
 from nanovllm.engine.step import StepBuilder
+from nanovllm.kernels.reference import FP8
 from nanovllm.layers.attention import AttentionBackend, TorchAttention
 from nanovllm.layers.flash_attention import FlashAttention
 from nanovllm.layers.ops import Ops, torch_ops, triton_ops
@@ -33,6 +35,8 @@ from nanovllm.utils.checkpoint import Checkpoint, open_checkpoint
 from nanovllm.utils.loader import fill_with_random_weights, finish_loading, is_packed, load_weights
 
 logger = logging.getLogger("nanovllm")
+
+FP8_CAPABILITY = (8, 9)  # of GPUs that convert float8 (Ada, Hopper and later)
 
 
 @dataclass(frozen=True)
@@ -57,20 +61,26 @@ def build_engine_parts(config: Config) -> EngineParts:
     free_at_start = free_gpu_bytes(device) if device.type == "cuda" else 0
     limits = choose_limits(config, spec, device)
     dtype = choose_dtype(config.dtype, hf_config, device)
+    kv_dtype = FP8 if config.kv_cache_dtype == "fp8" else dtype
     check_sizes(spec, limits, dtype, free_at_start if device.type == "cuda" else available_host_bytes())
     share = config.shared_prefix_attention is not False
-    ops, attention = choose_backend(config.attention_backend, device, dtype, spec, limits.max_num_seqs, share)
+    ops, attention = choose_backend(config.attention_backend, device, dtype, spec, limits.max_num_seqs, share, kv_dtype)
     if config.shared_prefix_attention and attention.shared is None:
         raise ValueError(f"shared_prefix_attention needs attention_backend 'triton', not {attention.name!r}")
     block_size = choose_block_size(config.kvcache_block_size, attention)
     model = load_model(spec, Build(dtype, device, ops, attention, limits.max_model_len), config, checkpoint)
 
-    def runner_for(num_blocks: int) -> ModelRunner:
-        kv_cache = allocate_kv_cache(spec, num_blocks, block_size, dtype, device)
-        return ModelRunner(model, ops, attention, kv_cache, limits)
+    kv_scales: torch.Tensor | None = None
+
+    def runner_for(num_blocks: int, kv_dtype: torch.dtype = kv_dtype) -> ModelRunner:
+        kv_cache = allocate_kv_cache(spec, num_blocks, block_size, kv_dtype, device)
+        return ModelRunner(model, ops, attention, kv_cache, limits, kv_scales)
+
+    if kv_dtype == FP8:
+        kv_scales = measure_kv_scales(runner_for(calibration_blocks(limits, block_size), dtype), limits)
 
     use_graphs = device.type == "cuda" and attention.graphs and not config.enforce_eager
-    block_bytes = kv_bytes_per_block(spec, dtype, block_size)
+    block_bytes = kv_bytes_per_block(spec, kv_dtype, block_size)
     if device.type == "cuda":
         small = runner_for(1)
         compile_kernels(small, limits, use_graphs)
@@ -87,7 +97,7 @@ def build_engine_parts(config: Config) -> EngineParts:
         shared_sizes = shared_batch_sizes(limits.max_num_seqs) if attention.shared is not None else []
         runner.capture_graphs(graph_batch_sizes(limits.max_num_seqs), shared_sizes)
     logger.info(
-        "%s on %s in %s, attention backend %s, %s, %d KV blocks of %d tokens, up to %d sequences of %d tokens",
+        "%s on %s in %s, attention backend %s, %s, %d KV blocks of %d tokens in %s, up to %d sequences of %d tokens",
         hf_config.architectures[0],
         device,
         str(dtype).removeprefix("torch."),
@@ -95,6 +105,7 @@ def build_engine_parts(config: Config) -> EngineParts:
         "CUDA graphs" if use_graphs else "packed oneDNN linears" if is_packed(model) else "no CUDA graphs",
         num_blocks,
         block_size,
+        describe_kv(kv_dtype, kv_scales),
         limits.max_num_seqs,
         limits.max_model_len,
     )
@@ -107,9 +118,17 @@ def build_engine_parts(config: Config) -> EngineParts:
         max_model_len=limits.max_model_len,
         model_runner=runner,
         scheduler=Scheduler(blocks, limits.max_num_seqs, limits.max_num_batched_tokens, eos),
-        step_builder=StepBuilder(limits.max_num_seqs, eos, shared_prefix_finder(attention, spec, block_size, dtype)),
+        step_builder=StepBuilder(limits.max_num_seqs, eos, shared_prefix_finder(attention, spec, block_size, kv_dtype)),
         overlap=device.type == "cuda" if config.overlap is None else config.overlap,
     )
+
+
+def describe_kv(dtype: torch.dtype, scales: torch.Tensor | None) -> str:
+    name = str(dtype).removeprefix("torch.")
+    if scales is None:
+        return name
+    keys, values = scales.amax(dim=(0, 2)).tolist()
+    return f"{name} (largest scale of keys {keys:g}, of values {values:g})"
 
 
 def choose_device(name: str) -> torch.device:
@@ -166,7 +185,13 @@ def choose_limits(config: Config, spec: DecoderSpec, device: torch.device) -> Li
 
 
 def choose_backend(
-    name: str, device: torch.device, dtype: torch.dtype, spec: DecoderSpec, max_num_seqs: int, share: bool
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    spec: DecoderSpec,
+    max_num_seqs: int,
+    share: bool,
+    kv_dtype: torch.dtype,
 ) -> tuple[Ops, AttentionBackend]:
     """Operations and attention for a backend name; `share`: with a pass over shared prefixes where the backend has it.
 
@@ -177,10 +202,17 @@ def choose_backend(
         name = "triton" if device.type == "cuda" else "torch"
     windows = set(spec.windows) or {None}
     if name == "torch":
-        return torch_ops(), TorchAttention(windows)
+        return torch_ops(), TorchAttention(windows, dtype)
+    if kv_dtype == FP8 and name == "flash_attn":
+        raise ValueError("kv_cache_dtype 'fp8' needs attention_backend 'triton' or 'torch', not 'flash_attn'")
     if device.type == "cpu" and not (name == "triton" and os.environ.get("TRITON_INTERPRET") == "1"):
         raise ValueError(
             f"attention_backend {name!r} needs a GPU; on a CPU use 'torch' (or TRITON_INTERPRET=1 to test 'triton')"
+        )
+    if kv_dtype == FP8 and device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
+        raise ValueError(
+            "kv_cache_dtype 'fp8' with attention_backend 'triton' needs a GPU that converts float8 (compute "
+            f"capability 8.9 or more), not {torch.cuda.get_device_name(device)}"
         )
     if name == "flash_attn":
         return triton_ops(device, dtype), FlashAttention(dtype, spec.head_dim)

@@ -52,7 +52,7 @@ class GraphRunner:
         self._inputs[1] = 1
         self._tokens = torch.zeros(self._largest, dtype=torch.int64, device=device)
         vocab_size = runner.model.spec.vocab_size
-        self._logits = torch.empty(self._largest, vocab_size, dtype=runner.kv_cache.dtype, device=device)
+        self._logits = torch.empty(self._largest, vocab_size, dtype=runner.model.dtype, device=device)
         self._no_prompts = torch.zeros(1, dtype=torch.int32, device=device)
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
 
@@ -117,6 +117,7 @@ class GraphRunner:
             block_tables=state.block_tables,
             max_seqlen=1,
             kv_cache=runner.kv_cache,
+            kv_scales=runner.kv_scales,
             plan=runner.attention.plan_decodes(rows, context_lens, state.block_tables, shared),
         )
         logits = runner.model.compute_logits(runner.model(inputs.token_ids, step), out=self._logits[:size])

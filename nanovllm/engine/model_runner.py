@@ -64,6 +64,7 @@ class ModelRunner:
         model: with its weights loaded.
         ops, attention: what the model was built with.
         kv_cache: [num_layers, 2, num_blocks + 1, block_size, num_kv_heads, head_dim]; the last block is for padding.
+        kv_scales: [num_layers, 2, num_kv_heads] float32, of a cache in float8: of keys, then of values.
         limits: rows, tokens in one step, and tokens that a row's block table has to cover.
     """
 
@@ -74,11 +75,13 @@ class ModelRunner:
         attention: AttentionBackend,
         kv_cache: torch.Tensor,
         limits: Limits,
+        kv_scales: torch.Tensor | None = None,
     ):
         self.model = model
         self.ops = ops
         self.attention = attention
         self.kv_cache = kv_cache
+        self.kv_scales = kv_scales
         self.device = kv_cache.device
         self.block_size = kv_cache.shape[3]
         max_blocks = -(-limits.max_model_len // self.block_size)
@@ -194,6 +197,7 @@ class ModelRunner:
             block_tables=state.block_tables,
             max_seqlen=int(lengths.max()),
             kv_cache=self.kv_cache,
+            kv_scales=self.kv_scales,
         )
         step = replace(step, plan=self.attention.plan(inputs, rows, context_lens, step))
         return token_ids.long(), step, last.long()

@@ -202,4 +202,5 @@ class Step:
     max_seqlen: int  # largest number of tokens of one sequence
     kv_cache: torch.Tensor  # [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim]
     wanted: torch.Tensor | None = None  # [n] int64, n >= 1, tokens whose hidden states are asked for; None: all
+    kv_scales: torch.Tensor | None = None  # [num_layers, 2, num_kv_heads] float32, of a cache in float8: keys, values
     plan: object = None  # what the attention backend worked out for all layers

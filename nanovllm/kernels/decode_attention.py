@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.decode_plan import ITEM_FIELDS, DecodePlan
+from nanovllm.kernels.fp8_kv import scale_query
 
 LOG2_E = 1.4426950408889634
 MERGE_ELEMENTS = 2048  # of partial outputs that a merging program loads at a time
@@ -60,7 +61,8 @@ def _merge(
 
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["table_ptr"])
 def _decode_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, items_ptr, count_ptr, partial_ptr, lse_ptr, arrived_ptr, table_stride,
+    q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, items_ptr, count_ptr, partial_ptr, lse_ptr, arrived_ptr, scales_ptr,
+    table_stride,
     Q_TOKEN_STRIDE: tl.constexpr, Q_HEAD_STRIDE: tl.constexpr, KV_BLOCK_STRIDE: tl.constexpr,
     KV_TOKEN_STRIDE: tl.constexpr, KV_HEAD_STRIDE: tl.constexpr, SCALE_LOG2: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -72,7 +74,7 @@ def _decode_kernel(
 
     A sequence of one split is written at once. Of several, each leaves its normalised part and the log2 of its
     exponential sum in the workspace, and the last to arrive merges them: no second launch. In either case the parts
-    that the pass over shared prefixes has left are merged in.
+    that the pass over shared prefixes has left are merged in. `scales_ptr`: of a cache in float8, see `fp8_kv`.
     """
     if PDL:  # what the launch before this one wrote is read, and anything is written, only after the wait
         tl.extra.cuda.gdc_launch_dependents()
@@ -107,6 +109,8 @@ def _decode_kernel(
     mask = (member < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
     q_offsets = seq.to(tl.int64) * Q_TOKEN_STRIDE + head * Q_HEAD_STRIDE
     q = tl.load(q_ptr + q_offsets[:, None] + dims[None, :], mask=mask, other=0.0, cache_modifier=CACHE)
+    if scales_ptr is not None:
+        q = scale_query(q, tl.load(scales_ptr + kv_head))
     k_base = k_ptr + kv_head.to(tl.int64) * KV_HEAD_STRIDE
     v_base = v_ptr + kv_head.to(tl.int64) * KV_HEAD_STRIDE
 
@@ -132,6 +136,9 @@ def _decode_kernel(
         v_mask = in_range[:, None] & (dims < HEAD_DIM)[None, :]
         k = tl.load(k_base + offsets[None, :] + dims[:, None], mask=k_mask, other=0.0, cache_modifier=CACHE)
         v = tl.load(v_base + offsets[:, None] + dims[None, :], mask=v_mask, other=0.0, cache_modifier=CACHE)
+        if scales_ptr is not None:
+            k = k.to(q.dtype)
+            v = v.to(q.dtype)
         scores = tl.dot(q, k, input_precision=PRECISION)
         scores = tl.where(in_range[None, :], scores * SCALE_LOG2, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1))  # finite: a tile holds at least one key
@@ -141,6 +148,8 @@ def _decode_kernel(
         row_max = new_max
         acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
 
+    if scales_ptr is not None:  # parts, too, are in the values' own scale
+        acc *= tl.load(scales_ptr + NUM_KV_HEADS + kv_head)
     if SHARED:
         if PDL:
             tl.extra.cuda.gdc_wait()
@@ -204,6 +213,7 @@ def paged_decode(
     out: torch.Tensor | None = None,
     pdl: bool = False,
     shared: bool = False,
+    kv_scales: torch.Tensor | None = None,
     config: tuple[int, int, int] | None = None,
 ) -> torch.Tensor:
     """Attention of one new token per sequence over its context (its plan's window); `plan.update` has seen this batch.
@@ -214,6 +224,7 @@ def paged_decode(
     out: where to write, contiguous; new by default
     pdl: programmatic dependent launch: overlap the end of the launch before this one
     shared: `plan.update` was told of shared prefixes, and `shared_parts` has seen to them
+    kv_scales: [2, num_kv_heads] float32, of a cache in float8: of keys, then of values
     config: `tile_config`'s, for tuning
     Returns [batch, num_q_heads, head_dim], contiguous, of q's dtype; zeros for a sequence of context length 0.
     """
@@ -236,6 +247,7 @@ def paged_decode(
         plan.partial,
         plan.lse,
         plan.arrived,
+        kv_scales,
         block_tables.stride(0),
         Q_TOKEN_STRIDE=q.stride(0),
         Q_HEAD_STRIDE=q.stride(1),
@@ -273,6 +285,7 @@ def paged_decode_reference(
     context_lens: torch.Tensor,
     scale: float,
     window: int | None = None,
+    kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`DecodePlan.update` and `paged_decode` in plain torch, float32 inside (float64 for such a q)."""
     block_size, num_kv_heads = k_cache.shape[1:3]
@@ -283,6 +296,8 @@ def paged_decode_reference(
             continue
         blocks = block_tables[row, : -(-context_len // block_size)].long()
         k, v = (c[blocks].flatten(0, 1)[:context_len].to(dtype).transpose(0, 1) for c in (k_cache, v_cache))
+        if kv_scales is not None:
+            k, v = k * kv_scales[0, :, None, None], v * kv_scales[1, :, None, None]
         heads = q[i].to(dtype).unflatten(0, (num_kv_heads, -1))  # [num_kv_heads, group, head_dim]
         scores = heads @ k.transpose(-1, -2) * scale
         if window is not None:

@@ -171,6 +171,7 @@ class Attention(nn.Module):
     def forward(self, x: torch.Tensor, step: Step, wanted: torch.Tensor | None) -> torch.Tensor:
         """Of all tokens, or of those `wanted`; keys and values are written of all."""
         k_cache, v_cache = step.kv_cache[self.layer]
+        scales = None if step.kv_scales is None else step.kv_scales[self.layer]
         q = self._build.ops.norm_rope_store(
             self._project(x),
             step.positions,
@@ -182,8 +183,9 @@ class Attention(nn.Module):
             k_cache,
             v_cache,
             self.num_q_heads,
+            scales,
         )
-        out = self._build.attention.attend(q, k_cache, v_cache, step, self.scale, self.window)
+        out = self._build.attention.attend(q, k_cache, v_cache, step, self.scale, self.window, scales)
         out = out.flatten(1)
         return self.o_proj.parts_of(out if wanted is None else out[wanted])
 
@@ -272,6 +274,7 @@ class DecoderForCausalLM(nn.Module):
     def __init__(self, spec: DecoderSpec, build: Build):
         super().__init__()
         self.spec = spec
+        self.dtype = build.dtype
         self.model = DecoderModel(spec, build)
         tied = self.model.embed_tokens if spec.tie_word_embeddings else None
         self.lm_head = LMHead(spec.vocab_size, spec.hidden_size, build.dtype, build.device, tied)

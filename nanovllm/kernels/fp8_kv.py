@@ -1,0 +1,33 @@
+"""What the attention kernels do with a KV cache in float8 (e4m3), in registers.
+
+A value is its byte times the scale of its KV head. The keys' scale goes into the query and the values' into the output,
+so that a byte costs one conversion and no product. The conversion is to float16, which holds every e4m3 value and is
+the one that the hardware has (two values an instruction); bfloat16 would take three. A float32 query stays float32.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def scale_query(q, k_scale):
+    """A query times the keys' scale, in the type that keys and values are computed in."""
+    if q.dtype == tl.float32:
+        return q * k_scale
+    else:
+        return tl.clamp(q.to(tl.float32) * k_scale, -65504.0, 65504.0).to(tl.float16)
+
+
+@triton.jit
+def to_e4m3(x, scale):
+    """x / scale, saturating; NaN stays NaN."""
+    scaled = x.to(tl.float32) / scale
+    return tl.clamp(scaled, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
+
+
+@triton.jit
+def store_kv(pointers, x, mask, scale, FP8: tl.constexpr):
+    if FP8:
+        tl.store(pointers, to_e4m3(x, scale), mask=mask)
+    else:
+        tl.store(pointers, x, mask=mask)
