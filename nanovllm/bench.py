@@ -258,7 +258,9 @@ def report(args: argparse.Namespace, llm: LLM, path: str, start_s: float) -> dic
     output_tokens = args.n * sum(r.output_len for r in batches[0])
     rate = copy_rate(device)
     kv_bytes = args.n * decode_kv_bytes(batches[0], kv_bytes_per_block(spec, kv_dtype, 1))
-    weight_bytes = decode_weight_bytes(decode_batches(batches[0], args.n), spec, dtype)
+    weight_bytes = decode_weight_bytes(
+        decode_batches(batches[0], args.n), spec, dtype, 1 if args.quantization else None
+    )
     result: dict[str, Any] = {
         "workload": args.workload,
         "model": args.model or args.shape,

@@ -298,3 +298,26 @@ def test_dummy_weights_of_a_float8_checkpoint(tmp_path):
     small_config("llama").save_pretrained(tmp_path)
     set_config(tmp_path, compressed())
     assert logits_of(tmp_path, load_format="dummy").isfinite().all()
+
+
+@pytest.mark.gpu
+def test_a_gpu_with_graphs_and_without_gives_the_same_and_what_a_cpu_does(tmp_path):
+    save_random_model(tmp_path, small_config("qwen2", hidden_size=256, intermediate_size=512))
+    on_cpu = logits_of(tmp_path, quantization="fp8", dtype="bfloat16")
+    prompts = [random_prompt(n, n) for n in (1, 17, 40, 100, 30)]
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    runs = []
+    for eager in (False, True):
+        options = {"quantization": "fp8", "kv_cache_dtype": "fp8", "enforce_eager": eager, "max_num_seqs": 8}
+        with LLM(tmp_path, dtype="bfloat16", num_kvcache_blocks=20, **options) as llm:
+            runs.append([out["token_ids"] for out in llm.generate(prompts, params, use_tqdm=False)])
+    assert runs[0] == runs[1]
+    with LLM(tmp_path, dtype="bfloat16", quantization="fp8", num_kvcache_blocks=20) as llm:
+        assert difference(engine_logits(llm, PROMPT), on_cpu) < 0.15
+
+
+@pytest.mark.gpu
+def test_what_a_gpu_cannot_is_refused(tmp_path):
+    save_random_model(tmp_path, small_config("llama"))
+    with pytest.raises(ValueError, match="float8 weights need dtype 'bfloat16' on a GPU, not 'float32'"):
+        LLM(tmp_path, dtype="float32", quantization="fp8")
