@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanovllm.kernels.fp8_reference import quantize_rows, scale_products
+from nanovllm.kernels.fp8_reference import fp8_linear, quantize_rows, scale_products
 from nanovllm.layers.fp8 import Fp8Form, Fp8Weight, StoredFp8
 from nanovllm.layers.ops import OVERLAP_ROWS, SMALL_ROWS, Ops
 
@@ -49,6 +49,7 @@ class Linear(nn.Module):
         self._stored: StoredFp8 | None = None  # what a checkpoint in float8 fills, in the place of `weight`
         self.fp8: Fp8Weight | None = None
         self._fp8_linear: Callable[..., torch.Tensor] | None = None
+        self._fp8_split_linear: Callable[..., torch.Tensor] | None = None
         self._packed: torch.Tensor | None = None
         self._small_linear: Callable[..., torch.Tensor] | None = None
         self._split_linear: Callable[..., torch.Tensor] | None = None
@@ -98,9 +99,9 @@ class Linear(nn.Module):
                 self.weight.data = torch.empty(0, dtype=self.weight.dtype)
 
     def _optimize_fp8(self, weight: Fp8Weight, ops: Ops) -> None:
-        """A CPU's matrix kernels know no float8: it gets the same numbers in float32."""
-        self._fp8_linear = ops.fp8_linear
-        if weight.values.device.type == "cpu":
+        """With the plain-torch operations a CPU gets the same numbers in float32: its matrix kernels know no float8."""
+        self._fp8_linear, self._fp8_split_linear = ops.fp8_linear, ops.fp8_split_linear
+        if weight.values.device.type == "cpu" and ops.fp8_linear is fp8_linear:
             weight.values = weight.values.float()
             if can_pack(weight.values):
                 self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.values, PACK_ROWS)
@@ -130,9 +131,13 @@ class Linear(nn.Module):
     def parts_of(self, x: torch.Tensor) -> torch.Tensor:
         """The same for a reader that adds parts up (`RMSNorm.add`): [T, out], or float32 [parts, T, out] if faster."""
         rows, columns = x.shape
+        if self.fp8 is not None:
+            split = self._fp8_split_linear
+            if split is None or self.bias is not None or not fp8_split_pays(rows, self.out_features, columns):
+                return self(x)
+            return split(x, self.fp8.values, self.fp8.scales, self.fp8.input_scale)
         if (
             self._split_linear is None
-            or self.fp8 is not None
             or self.bias is not None
             or small_linear_pays(rows, self.out_features)
             or not split_pays(rows, self.out_features, columns)
@@ -152,6 +157,13 @@ def packed_linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | No
 def split_pays(rows: int, out_features: int, in_features: int) -> bool:
     """Measured on an H200: few columns leave cuBLAS with few tiles. 16-byte rows are what hardware tile loads need."""
     return rows <= OVERLAP_ROWS and out_features <= MAX_SPLIT_COLUMNS and in_features >= 1024 and in_features % 8 == 0
+
+
+def fp8_split_pays(rows: int, out_features: int, in_features: int) -> bool:
+    """As for 16 bits; with more columns where the parts are small beside the weights."""
+    if not SMALL_ROWS < rows <= OVERLAP_ROWS or in_features < 1024:
+        return False
+    return out_features <= MAX_SPLIT_COLUMNS or (out_features <= 4 * MAX_SPLIT_COLUMNS and rows * 64 <= in_features)
 
 
 def small_linear_pays(rows: int, out_features: int) -> bool:

@@ -26,6 +26,7 @@ class Ops:
     moe: Callable[..., torch.Tensor]  # its result as it is, or as parts for add_rms_norm
     small_linear: Callable[..., torch.Tensor] | None = None  # x [1..SMALL_ROWS, in], weight, bias; None: not faster
     split_linear: Callable[..., torch.Tensor] | None = None  # x, weight to parts for add_rms_norm; None: not faster
+    fp8_split_linear: Callable[..., torch.Tensor] | None = None  # x, weight, scales, input_scale to the same
 
 
 def torch_ops() -> Ops:
@@ -52,6 +53,7 @@ def triton_ops(device: torch.device, dtype: torch.dtype) -> Ops:
     """
     from nanovllm.kernels.decode_inputs import decode_inputs
     from nanovllm.kernels.fp8_linear import fp8_linear
+    from nanovllm.kernels.fp8_split_gemm import fp8_split_linear
     from nanovllm.kernels.moe import moe
     from nanovllm.kernels.norm_rope_store import norm_rope_store
     from nanovllm.kernels.rms_norm import add_rms_norm, rms_norm
@@ -73,6 +75,7 @@ def triton_ops(device: torch.device, dtype: torch.dtype) -> Ops:
         _overlapping(moe),
         _overlapping(small_linear),
         _overlapping(split_linear),
+        _overlapping(fp8_split_linear),
     )
 
 

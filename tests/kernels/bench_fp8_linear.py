@@ -1,7 +1,8 @@
 """Time float8 linear layers beside bfloat16 ones on a GPU, at a model's shapes. Run as a script; prints microseconds.
 
-A layer's weights are rotated through more memory than the L2 cache has. "in all" is a layer as the engine runs it,
-with the kernel that quantises its input; "GEMM" is torch's scaled GEMM alone, in both of its ways to add up.
+A layer's weights are rotated through more memory than the L2 cache has. "in all" is a layer as the engine runs it, with
+the kernel that quantises its input ("split": in parts over K, which the norm behind it adds up); "GEMM" is torch's
+scaled GEMM alone, in both of its ways to add up.
 """
 
 import argparse
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 
 from nanovllm.kernels import fp8_reference
 from nanovllm.kernels.fp8_linear import fp8_linear, quantize_rows, small_products
+from nanovllm.kernels.fp8_split_gemm import fp8_split_linear
 from nanovllm.kernels.small_gemm import small_linear
 from tests.kernels.bench_attention import graph_time
 
@@ -46,6 +48,8 @@ def row_times(dense, layers, rows):
         "GEMM fast": graph_time([lambda w=w: scaled_mm(values, scales, *w, True) for w in layers]),
         "GEMM exact": graph_time([lambda w=w: scaled_mm(values, scales, *w, False) for w in layers]),
     }
+    if rows <= 256:
+        times["in all, split"] = graph_time([lambda w=w: fp8_split_linear(x, *w) for w in layers])
     for config in SMALL_CONFIGS if rows <= 16 else []:
         options = (None, torch.bfloat16, config)
         calls = [lambda w=w, o=options: small_products(values, scales, *w, *o) for w in layers]

@@ -5,6 +5,7 @@ import torch
 
 from nanovllm.kernels import fp8_linear as kernels
 from nanovllm.kernels import fp8_reference as reference
+from nanovllm.kernels.fp8_split_gemm import fp8_split_linear
 from nanovllm.kernels.reference import FP8
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -87,6 +88,18 @@ def test_few_rows(rows, out, columns, bias, dtype):
     assert relative(y, reference.fp8_linear(x.double().float(), *layer)) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "out", "columns"), [(17, 48, 1024), (70, 130, 400), (3, 64, 2064)])
+def test_parts_add_up(rows, out, columns, dtype):
+    x = make_x(rows, columns, dtype)
+    weight, scales, _ = make_layer(out, columns, False, dtype)
+    parts = fp8_split_linear(x, weight, scales)
+    assert parts.dtype == torch.float32
+    assert parts.shape[0] > 1
+    tolerance = 1e-6 if DEVICE == "cpu" else 1e-3  # the tensor cores keep fewer bits of sums of float8 products
+    assert relative(parts.sum(0), reference.fp8_linear(x.float(), weight, scales)) < tolerance
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("static", [False, True])
@@ -97,7 +110,11 @@ def test_shapes_of_models(rows, out, columns, static, bias):
     layer = make_layer(out, columns, bias, torch.bfloat16)
     input_scale = torch.tensor([0.5], device=DEVICE) if static else None
     y = kernels.fp8_linear(x, *layer, input_scale)
-    assert relative(y, reference.fp8_linear(x, *layer, input_scale)) < 8e-3
+    expected = reference.fp8_linear(x, *layer, input_scale)
+    assert relative(y, expected) < 8e-3
+    if not bias and rows <= 256:
+        parts = fp8_split_linear(x, *layer[:2], input_scale)
+        assert relative(parts.sum(0), expected) < 8e-3
 
 
 @pytest.mark.gpu
