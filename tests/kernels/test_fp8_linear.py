@@ -88,6 +88,17 @@ def test_few_rows(rows, out, columns, bias, dtype):
     assert relative(y, reference.fp8_linear(x.double().float(), *layer)) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize(("rows", "out", "columns"), [(17, 48, 64), (100, 16, 304), (3, 16400, 32)])
+def test_the_scaled_gemm_of_torch(rows, out, columns, static, bias):
+    """More rows, or outputs, than our own kernel is for."""
+    x = make_x(rows, columns, torch.bfloat16)
+    layer = make_layer(out, columns, bias, torch.bfloat16)
+    input_scale = torch.tensor([0.5], device=DEVICE) if static else None
+    assert relative(kernels.fp8_linear(x, *layer, input_scale), reference.fp8_linear(x, *layer, input_scale)) < 8e-3
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "out", "columns"), [(17, 48, 1024), (70, 130, 400), (3, 64, 2064)])
 def test_parts_add_up(rows, out, columns, dtype):
