@@ -8,7 +8,7 @@ from nanovllm.sampling_params import checked_int, checked_real
 
 ATTENTION_BACKENDS = ("auto", "triton", "flash_attn", "torch")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-QUANTIZATIONS = (None, "fp8")
+QUANTIZATIONS = ("fp8",)
 KV_CACHE_DTYPES = ("auto", "fp8")
 MAX_NUM_SEQS = 2**16  # each has a row of state whether it runs or not
 LOAD_FORMATS = ("auto", "dummy")
@@ -103,10 +103,8 @@ class Config:
                 raise TypeError(f"{name} must be True, False or None, got {getattr(self, name)!r}")
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
-        if self.quantization not in QUANTIZATIONS:
-            raise ValueError(
-                f"quantization must be one of {', '.join(map(str, QUANTIZATIONS))}, got {self.quantization!r}"
-            )
+        if self.quantization is not None:
+            _check_choice("quantization", self.quantization, QUANTIZATIONS, "None or ")
         _check_choice("load_format", self.load_format, LOAD_FORMATS)
         _check_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
         if not isinstance(self.device, str):
@@ -134,6 +132,6 @@ class Config:
                 raise ValueError(f"kvcache_block_size must be a multiple of 16, got {self.kvcache_block_size}")
 
 
-def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+def _check_choice(name: str, value: object, choices: tuple[str, ...], other: str = "") -> None:
     if not isinstance(value, str) or value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+        raise ValueError(f"{name} must be {other}one of {', '.join(choices)}, got {value!r}")

@@ -47,10 +47,10 @@ def choose_quantization(option: str | None, hf_config: Any) -> Quantization | No
     stored = getattr(hf_config, "quantization_config", None)
     if not stored:
         return Quantization() if option == "fp8" else None
-    stored = stored if isinstance(stored, dict) else stored.to_dict()
+    stored = _table(stored.to_dict() if hasattr(stored, "to_dict") else stored, "it")
     readers = {"fp8": _read_fp8, "compressed-tensors": _read_compressed_tensors}
     method = stored.get("quant_method")
-    if method not in readers:
+    if not isinstance(method, str) or method not in readers:
         raise ValueError(
             f"quantised checkpoints of quant_method {method!r} are not supported, only {', '.join(readers)}: {stored}"
         )
@@ -77,13 +77,13 @@ def _read_compressed_tensors(stored: dict[str, Any]) -> Quantization:
     """float8 weights with `weight_scale` per tensor or channel, float8 activations."""
     _expect(stored, "format", (None, "float-quantized"))
     _expect(stored, "kv_cache_scheme", (None,))
-    groups = stored.get("config_groups") or {}
+    groups = _table(stored.get("config_groups") or {}, "config_groups")
     if len(groups) != 1:
         raise ValueError(f"quantization_config: only one of config_groups is supported, got {list(groups)}")
-    (group,) = groups.values()
+    group = _table(next(iter(groups.values())), "a group")
     _expect(group, "targets", (["Linear"],))
     _expect(group, "output_activations", (None,))
-    weights, inputs = group.get("weights") or {}, group.get("input_activations") or {}
+    weights, inputs = (_table(group.get(name) or {}, name) for name in ("weights", "input_activations"))
     for tensor in (weights, inputs):
         for name, value in FLOAT8.items():
             _expect(tensor, name, (value,))
@@ -100,9 +100,20 @@ def _expect(settings: dict[str, Any], name: str, values: tuple[Any, ...]) -> Non
         raise ValueError(f"quantization_config: {name} {settings.get(name)!r} is not supported, only {allowed}")
 
 
+def _table(value: Any, name: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"quantization_config: {name} must be an object, got {value!r}")
+    return value
+
+
 def _names(ignored: Any) -> tuple[str, ...]:
     if not isinstance(ignored, list) or not all(isinstance(name, str) for name in ignored):
         raise ValueError(f"quantization_config: ignored layers must be a list of names, got {ignored!r}")
+    for name in ignored:
+        try:
+            re.compile(name.removeprefix("re:") if name.startswith("re:") else "")
+        except re.error as error:
+            raise ValueError(f"quantization_config: {name!r} is no regular expression ({error})") from error
     return tuple(ignored)
 
 

@@ -243,6 +243,12 @@ def test_what_an_entry_names(entry, layer, ignored):
             {"quant_method": "fp8", "activation_scheme": "dynamic", "ignored_layers": "lm_head"},
             "must be a list",
         ),
+        (["fp8"], "quantization_config: it must be an object|cannot read it"),
+        ({"quant_method": ["fp8"]}, r"quant_method \['fp8'\]|cannot read it"),
+        (compressed(config_groups=[1]), "config_groups must be an object"),
+        (compressed(config_groups={"a": 1}), "a group must be an object"),
+        (compressed(config_groups={"a": {"targets": ["Linear"], "weights": "x"}}), "weights must be an object"),
+        (compressed(ignore=["re:("]), r"'re:\(' is no regular expression"),
         (compressed("block"), "strategy 'block' is not supported, only 'tensor', 'channel'"),
         (compressed(format="pack-quantized"), "format 'pack-quantized'"),
         (compressed(kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme"),
@@ -278,7 +284,7 @@ def test_tensors_that_do_not_fit_the_config_are_refused(tmp_path):
 
 
 def test_options_are_checked_and_what_is_active_is_logged(tmp_path, caplog):
-    with pytest.raises(ValueError, match="quantization must be one of None, fp8, got 'int4'"):
+    with pytest.raises(ValueError, match="quantization must be None or one of fp8, got 'int4'"):
         LLM(tmp_path, quantization="int4")
     moe, odd = tmp_path / "moe", tmp_path / "odd"
     save_random_model(moe, small_config("qwen3_moe"))
