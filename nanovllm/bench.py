@@ -181,6 +181,7 @@ def parse_args(argv: list[str] | None, prog: str = "bench.py") -> argparse.Names
     engine.add_argument("--device", default="auto")
     engine.add_argument("--dtype", default="auto")
     engine.add_argument("--kv-cache-dtype", default="auto")
+    engine.add_argument("--quantization")
     for name in ("max-model-len", "max-num-seqs", "max-num-batched-tokens", "kvcache-block-size"):
         engine.add_argument(f"--{name}", type=int)
     args = parser.parse_args(argv)
@@ -199,6 +200,7 @@ def build_llm(args: argparse.Namespace, scratch: Path) -> tuple[LLM, str, float]
         "device": args.device,
         "dtype": args.dtype,
         "kv_cache_dtype": args.kv_cache_dtype,
+        "quantization": args.quantization,
         "attention_backend": args.attention_backend,
         "enforce_eager": args.enforce_eager,
         "enable_prefix_caching": not args.no_prefix_caching,
@@ -256,13 +258,16 @@ def report(args: argparse.Namespace, llm: LLM, path: str, start_s: float) -> dic
     output_tokens = args.n * sum(r.output_len for r in batches[0])
     rate = copy_rate(device)
     kv_bytes = args.n * decode_kv_bytes(batches[0], kv_bytes_per_block(spec, kv_dtype, 1))
-    weight_bytes = decode_weight_bytes(decode_batches(batches[0], args.n), spec, dtype)
+    weight_bytes = decode_weight_bytes(
+        decode_batches(batches[0], args.n), spec, dtype, 1 if args.quantization else None
+    )
     result: dict[str, Any] = {
         "workload": args.workload,
         "model": args.model or args.shape,
         "attention_backend": llm.model_runner.attention.name,
         "dtype": str(dtype).removeprefix("torch."),
         "kv_cache_dtype": str(kv_dtype).removeprefix("torch."),
+        "quantization": args.quantization,
         "requests": len(batches[0]),
         "prompt_tokens": prompt_tokens,
         "output_tokens": output_tokens,

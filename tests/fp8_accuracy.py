@@ -24,6 +24,8 @@ VARIANTS = {
     "bfloat16": {"dtype": "bfloat16"},
     "KV fp8": {"kv_cache_dtype": "fp8"},
     "KV fp8, all scales 1": {"kv_cache_dtype": "fp8"},
+    "weights fp8": {"quantization": "fp8"},
+    "weights and KV fp8": {"quantization": "fp8", "kv_cache_dtype": "fp8"},
 }
 
 

@@ -56,6 +56,9 @@ def test_weight_floor_is_the_size_of_the_matrices(family, changes):
     model = transformers.AutoModelForCausalLM.from_config(config)
     matrices = sum(p.numel() for p in model.parameters() if p.dim() > 1) - model.model.embed_tokens.weight.numel()
     assert decode_weight_bytes([3, 1], model_spec(config), torch.bfloat16) == 2 * 2 * matrices
+    if family == "qwen3":  # linear layers in float8, the LM head not
+        head = model.lm_head.weight.numel()
+        assert decode_weight_bytes([3, 1], model_spec(config), torch.bfloat16, 1) == 2 * (matrices + head)
 
 
 def test_experts_touched():

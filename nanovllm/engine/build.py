@@ -33,6 +33,7 @@ from nanovllm.models.decoder import Build, DecoderForCausalLM, DecoderSpec
 from nanovllm.models.registry import model_spec
 from nanovllm.utils.checkpoint import Checkpoint, open_checkpoint
 from nanovllm.utils.loader import fill_with_random_weights, finish_loading, is_packed, load_weights
+from nanovllm.utils.quantization import Quantization, choose_quantization, quantize_layers
 
 logger = logging.getLogger("nanovllm")
 
@@ -61,6 +62,9 @@ def build_engine_parts(config: Config) -> EngineParts:
     free_at_start = free_gpu_bytes(device) if device.type == "cuda" else 0
     limits = choose_limits(config, spec, device)
     dtype = choose_dtype(config.dtype, hf_config, device)
+    quantization = choose_quantization(config.quantization, hf_config)
+    if quantization is not None:
+        check_quantization(spec, device, dtype)
     kv_dtype = FP8 if config.kv_cache_dtype == "fp8" else dtype
     check_sizes(spec, limits, dtype, free_at_start if device.type == "cuda" else available_host_bytes())
     share = config.shared_prefix_attention is not False
@@ -68,7 +72,8 @@ def build_engine_parts(config: Config) -> EngineParts:
     if config.shared_prefix_attention and attention.shared is None:
         raise ValueError(f"shared_prefix_attention needs attention_backend 'triton', not {attention.name!r}")
     block_size = choose_block_size(config.kvcache_block_size, attention)
-    model = load_model(spec, Build(dtype, device, ops, attention, limits.max_model_len), config, checkpoint)
+    build = Build(dtype, device, ops, attention, limits.max_model_len)
+    model = load_model(spec, build, config, checkpoint, quantization)
 
     kv_scales: torch.Tensor | None = None
 
@@ -97,10 +102,11 @@ def build_engine_parts(config: Config) -> EngineParts:
         shared_sizes = shared_batch_sizes(limits.max_num_seqs) if attention.shared is not None else []
         runner.capture_graphs(graph_batch_sizes(limits.max_num_seqs), shared_sizes)
     logger.info(
-        "%s on %s in %s, attention backend %s, %s, %d KV blocks of %d tokens in %s, up to %d sequences of %d tokens",
+        "%s on %s in %s%s, attention backend %s, %s, %d KV blocks of %d tokens in %s, up to %d sequences of %d tokens",
         hf_config.architectures[0],
         device,
         str(dtype).removeprefix("torch."),
+        f" with {quantization.describe()}" if quantization is not None else "",
         attention.name,
         "CUDA graphs" if use_graphs else "packed oneDNN linears" if is_packed(model) else "no CUDA graphs",
         num_blocks,
@@ -247,12 +253,33 @@ def choose_block_size(asked: int | None, attention: AttentionBackend) -> int:
     return asked
 
 
-def load_model(spec: DecoderSpec, build: Build, config: Config, checkpoint: Checkpoint) -> DecoderForCausalLM:
+def check_quantization(spec: DecoderSpec, device: torch.device, dtype: torch.dtype) -> None:
+    """Refuse float8 weights where they cannot be.
+
+    Raises:
+        ValueError: experts, whose kernels know no float8, or a GPU or dtype without torch's scaled GEMM.
+    """
+    if spec.moe is not None:
+        raise ValueError("float8 weights are not supported for models with experts")
+    if device.type == "cuda" and dtype != torch.bfloat16:
+        raise ValueError(f"float8 weights need dtype 'bfloat16' on a GPU, not {str(dtype).removeprefix('torch.')!r}")
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
+        raise ValueError(
+            "float8 weights need a GPU that multiplies float8 (compute capability 8.9 or more), not "
+            f"{torch.cuda.get_device_name(device)}"
+        )
+
+
+def load_model(
+    spec: DecoderSpec, build: Build, config: Config, checkpoint: Checkpoint, quantization: Quantization | None
+) -> DecoderForCausalLM:
     """Build the model and fill its parameters."""
     try:
         model = DecoderForCausalLM(spec, build)
     except RuntimeError as error:  # what torch raises for memory it cannot have, on either device
         raise ValueError(f"no memory for the model's weights on {build.device}: {error}") from error
+    if quantization is not None:
+        quantize_layers(model, quantization, quantization.form is not None and config.load_format != "dummy")
     if config.load_format == "dummy":
         fill_with_random_weights(model, config.seed)
     else:

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.decode_plan import ITEM_FIELDS, DecodePlan
-from nanovllm.kernels.fp8_kv import scale_query
+from nanovllm.kernels.fp8_kv import scale_query, split_pairs
 
 LOG2_E = 1.4426950408889634
 MERGE_ELEMENTS = 2048  # of partial outputs that a merging program loads at a time
@@ -68,7 +68,7 @@ def _decode_kernel(
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
     MERGE_GROUP: tl.constexpr, MERGE_ROWS: tl.constexpr, FIELDS: tl.constexpr, WINDOW: tl.constexpr,
-    SHARED: tl.constexpr, PDL: tl.constexpr,
+    SHARED: tl.constexpr, PDL: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """One program: one KV head, its GROUP query heads, and one work item (a split of one sequence).
 
@@ -109,12 +109,18 @@ def _decode_kernel(
     mask = (member < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
     q_offsets = seq.to(tl.int64) * Q_TOKEN_STRIDE + head * Q_HEAD_STRIDE
     q = tl.load(q_ptr + q_offsets[:, None] + dims[None, :], mask=mask, other=0.0, cache_modifier=CACHE)
-    if scales_ptr is not None:
+    FP8: tl.constexpr = scales_ptr is not None
+    if FP8:
         q = scale_query(q, tl.load(scales_ptr + kv_head))
     k_base = k_ptr + kv_head.to(tl.int64) * KV_HEAD_STRIDE
     v_base = v_ptr + kv_head.to(tl.int64) * KV_HEAD_STRIDE
+    if FP8:  # pairs of dimensions
+        v_base = v_base.to(tl.pointer_type(tl.int16))
+        pairs = tl.arange(0, BLOCK_D // 2)
 
-    acc = tl.zeros([GROUP_PAD, BLOCK_D], tl.float32)
+    acc = tl.zeros([GROUP_PAD, BLOCK_D // 2 if FP8 else BLOCK_D], tl.float32)
+    if FP8:
+        acc_odd = tl.zeros([GROUP_PAD, BLOCK_D // 2], tl.float32)
     row_max = tl.full([GROUP_PAD], float("-inf"), tl.float32)
     row_sum = tl.zeros([GROUP_PAD], tl.float32)
     if BLOCK_SIZE % BLOCK_N == 0:
@@ -126,19 +132,28 @@ def _decode_kernel(
             in_range &= keys >= visible
         if BLOCK_SIZE % BLOCK_N == 0:  # the tile lies inside one block: one table entry, contiguous rows
             offsets = block.to(tl.int64) * KV_BLOCK_STRIDE + (tile_start % BLOCK_SIZE + lanes) * KV_TOKEN_STRIDE
+            if FP8:
+                pair_offsets = block.to(tl.int64) * (KV_BLOCK_STRIDE // 2)
+                pair_offsets += (tile_start % BLOCK_SIZE + lanes) * (KV_TOKEN_STRIDE // 2)
             # Loaded one step early: a load that K's address needs in the same step would use up the pipeline's stages.
             block = tl.load(table + tl.minimum(tile_start + BLOCK_N, end - 1) // BLOCK_SIZE, cache_modifier=CACHE)
         else:  # table columns past the last key hold anything
             blocks = tl.load(table + keys // BLOCK_SIZE, mask=in_range, other=0, cache_modifier=CACHE)
             offsets = blocks.to(tl.int64) * KV_BLOCK_STRIDE + (keys % BLOCK_SIZE) * KV_TOKEN_STRIDE
+            if FP8:
+                pair_offsets = blocks.to(tl.int64) * (KV_BLOCK_STRIDE // 2)
+                pair_offsets += (keys % BLOCK_SIZE) * (KV_TOKEN_STRIDE // 2)
         # Values past the end must be zero, not just weighted by zero: unused cache slots may hold NaN.
         k_mask = in_range[None, :] & (dims < HEAD_DIM)[:, None]
         v_mask = in_range[:, None] & (dims < HEAD_DIM)[None, :]
         k = tl.load(k_base + offsets[None, :] + dims[:, None], mask=k_mask, other=0.0, cache_modifier=CACHE)
-        v = tl.load(v_base + offsets[:, None] + dims[None, :], mask=v_mask, other=0.0, cache_modifier=CACHE)
-        if scales_ptr is not None:
+        if FP8:
             k = k.to(q.dtype)
-            v = v.to(q.dtype)
+            pair_mask = in_range[:, None] & (pairs < HEAD_DIM // 2)[None, :]
+            pair_ptrs = v_base + pair_offsets[:, None] + pairs[None, :]
+            v, v_odd = split_pairs(tl.load(pair_ptrs, mask=pair_mask, other=0, cache_modifier=CACHE), q, NATIVE)
+        else:
+            v = tl.load(v_base + offsets[:, None] + dims[None, :], mask=v_mask, other=0.0, cache_modifier=CACHE)
         scores = tl.dot(q, k, input_precision=PRECISION)
         scores = tl.where(in_range[None, :], scores * SCALE_LOG2, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1))  # finite: a tile holds at least one key
@@ -147,9 +162,11 @@ def _decode_kernel(
         row_sum = row_sum * rescale + tl.sum(weights, 1)
         row_max = new_max
         acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
+        if FP8:
+            acc_odd = tl.dot(weights.to(v.dtype), v_odd, acc_odd * rescale[:, None], input_precision=PRECISION)
 
-    if scales_ptr is not None:  # parts, too, are in the values' own scale
-        acc *= tl.load(scales_ptr + NUM_KV_HEADS + kv_head)
+    if FP8:  # parts, too, are in the values' own scale
+        acc = tl.interleave(acc, acc_odd) * tl.load(scales_ptr + NUM_KV_HEADS + kv_head)
     if SHARED:
         if PDL:
             tl.extra.cuda.gdc_wait()
@@ -270,6 +287,7 @@ def paged_decode(
         WINDOW=plan.window or 0,
         SHARED=shared,
         PDL=pdl,
+        NATIVE=q.is_cuda and q.dtype != torch.float32,
         num_warps=num_warps,
         launch_pdl=pdl,
     )

@@ -22,14 +22,16 @@ class Ops:
     norm_rope_store: Callable[..., torch.Tensor]
     gumbel_sample: Callable[..., torch.Tensor]
     decode_inputs: Callable[..., Any]
+    fp8_linear: Callable[..., torch.Tensor]  # documented in `fp8_reference`
     moe: Callable[..., torch.Tensor]  # its result as it is, or as parts for add_rms_norm
     small_linear: Callable[..., torch.Tensor] | None = None  # x [1..SMALL_ROWS, in], weight, bias; None: not faster
     split_linear: Callable[..., torch.Tensor] | None = None  # x, weight to parts for add_rms_norm; None: not faster
+    fp8_split_linear: Callable[..., torch.Tensor] | None = None  # x, weight, scales, input_scale to the same
 
 
 def torch_ops() -> Ops:
     """Plain torch: the CPU's own path, and what the kernels are tested against."""
-    from nanovllm.kernels import moe_reference, reference
+    from nanovllm.kernels import fp8_reference, moe_reference, reference
 
     return Ops(
         reference.rms_norm,
@@ -38,6 +40,7 @@ def torch_ops() -> Ops:
         reference.norm_rope_store,
         reference.gumbel_sample,
         reference.decode_inputs,
+        fp8_reference.fp8_linear,
         moe_reference.moe,
     )
 
@@ -49,6 +52,8 @@ def triton_ops(device: torch.device, dtype: torch.dtype) -> Ops:
     before ends, and waits for its results only where it needs them.
     """
     from nanovllm.kernels.decode_inputs import decode_inputs
+    from nanovllm.kernels.fp8_linear import fp8_linear
+    from nanovllm.kernels.fp8_split_gemm import fp8_split_linear
     from nanovllm.kernels.moe import moe
     from nanovllm.kernels.norm_rope_store import norm_rope_store
     from nanovllm.kernels.rms_norm import add_rms_norm, rms_norm
@@ -58,7 +63,7 @@ def triton_ops(device: torch.device, dtype: torch.dtype) -> Ops:
     from nanovllm.kernels.split_gemm import split_linear
 
     if not has_dependent_launch(device) or dtype == torch.float32:
-        return Ops(rms_norm, add_rms_norm, silu_mul, norm_rope_store, gumbel_sample, decode_inputs, moe)
+        return Ops(rms_norm, add_rms_norm, silu_mul, norm_rope_store, gumbel_sample, decode_inputs, fp8_linear, moe)
     return Ops(
         _overlapping(rms_norm),
         _overlapping(add_rms_norm),
@@ -66,9 +71,11 @@ def triton_ops(device: torch.device, dtype: torch.dtype) -> Ops:
         _overlapping(norm_rope_store),
         gumbel_sample,
         decode_inputs,
+        _overlapping(fp8_linear),
         _overlapping(moe),
         _overlapping(small_linear),
         _overlapping(split_linear),
+        _overlapping(fp8_split_linear),
     )
 
 

@@ -76,8 +76,6 @@ class DecoderSpec:
         for name, neutral in NEUTRAL.items():
             if getattr(hf_config, name, None) not in (None, neutral):
                 raise ValueError(f"{name} {getattr(hf_config, name)!r} in the model's config is not supported")
-        if getattr(hf_config, "quantization_config", None):
-            raise ValueError(f"quantised checkpoints are not supported: {hf_config.quantization_config}")
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
         for name in sizes:
             _size(hf_config, name)

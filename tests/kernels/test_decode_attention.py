@@ -15,7 +15,7 @@ TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # 
 def to_fp8(k, v):
     """A cache in float8 with a scale per head, of keys and of values, and these [2, num_kv_heads]."""
     scales = torch.exp2(torch.randint(-5, 6, (2, k.shape[2]), device=DEVICE).float())
-    return k.to(FP8), v.to(FP8), scales
+    return *((c / s[:, None]).to(FP8) for c, s in zip((k, v), scales, strict=True)), scales
 
 
 def make_cache(context_lens, block_size, num_kv_heads, head_dim, dtype):
