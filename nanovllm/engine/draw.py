@@ -8,7 +8,7 @@ import torch
 from nanovllm.engine.logit_edits import LogitEdits, RowHistory
 from nanovllm.engine.step import RowState, StepInput
 from nanovllm.layers.ops import Ops
-from nanovllm.layers.sampler import apply_filters, apply_masks, apply_penalties, top_logprobs
+from nanovllm.layers.sampler import apply_masks, apply_penalties, top_logprobs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
@@ -49,8 +49,9 @@ class Drawer:
             previous = state.last_tokens[rows]
         edited = logits if edits is None else self._edit(logits, rows, edits, previous)
         if inputs.any_filtered:
-            edited = apply_filters(edited, state.filters(rows))
-        tokens = self._ops.gumbel_sample(edited, state.temperatures[rows], state.seeds[rows], positions)
+            tokens = self._ops.filtered_sample(edited, state.filters(rows), state.seeds[rows], positions)
+        else:
+            tokens = self._ops.gumbel_sample(edited, state.temperatures[rows], state.seeds[rows], positions)
         state.last_tokens[rows] = tokens
         if edits is not None and edits.penalised_rows.size:
             assert self._counts is not None

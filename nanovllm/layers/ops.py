@@ -14,13 +14,15 @@ OVERLAP_ROWS = 256
 
 @dataclass(frozen=True)
 class Ops:
-    """Signatures and shapes are documented in `nanovllm.kernels.reference` and, of `moe`, in `moe_reference`."""
+    """Signatures and shapes are documented in `nanovllm.kernels.reference`, of `moe` in `moe_reference`, of
+    `filtered_sample` in `nanovllm.layers.sampler`."""
 
     rms_norm: Callable[..., torch.Tensor]
     add_rms_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     silu_mul: Callable[..., torch.Tensor]
     norm_rope_store: Callable[..., torch.Tensor]
     gumbel_sample: Callable[..., torch.Tensor]
+    filtered_sample: Callable[..., torch.Tensor]
     decode_inputs: Callable[..., Any]
     moe: Callable[..., torch.Tensor]  # its result as it is, or as parts for add_rms_norm
     small_linear: Callable[..., torch.Tensor] | None = None  # x [1..SMALL_ROWS, in], weight, bias; None: not faster
@@ -30,6 +32,7 @@ class Ops:
 def torch_ops() -> Ops:
     """Plain torch: the CPU's own path, and what the kernels are tested against."""
     from nanovllm.kernels import moe_reference, reference
+    from nanovllm.layers.sampler import filtered_sample
 
     return Ops(
         reference.rms_norm,
@@ -37,6 +40,7 @@ def torch_ops() -> Ops:
         reference.silu_mul,
         reference.norm_rope_store,
         reference.gumbel_sample,
+        filtered_sample,
         reference.decode_inputs,
         moe_reference.moe,
     )
@@ -52,19 +56,20 @@ def triton_ops(device: torch.device, dtype: torch.dtype) -> Ops:
     from nanovllm.kernels.moe import moe
     from nanovllm.kernels.norm_rope_store import norm_rope_store
     from nanovllm.kernels.rms_norm import add_rms_norm, rms_norm
-    from nanovllm.kernels.sampling import gumbel_sample
+    from nanovllm.kernels.sampling import filtered_sample, gumbel_sample
     from nanovllm.kernels.silu_mul import silu_mul
     from nanovllm.kernels.small_gemm import small_linear
     from nanovllm.kernels.split_gemm import split_linear
 
+    sampling = gumbel_sample, filtered_sample
     if not has_dependent_launch(device) or dtype == torch.float32:
-        return Ops(rms_norm, add_rms_norm, silu_mul, norm_rope_store, gumbel_sample, decode_inputs, moe)
+        return Ops(rms_norm, add_rms_norm, silu_mul, norm_rope_store, *sampling, decode_inputs, moe)
     return Ops(
         _overlapping(rms_norm),
         _overlapping(add_rms_norm),
         _overlapping(silu_mul),
         _overlapping(norm_rope_store),
-        gumbel_sample,
+        *sampling,
         decode_inputs,
         _overlapping(moe),
         _overlapping(small_linear),

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from nanovllm.kernels import reference
 from nanovllm.sampling_params import GREEDY_BELOW
 
 CHUNK_ELEMENTS = 1 << 23  # logits sorted at once: bounds the memory that a full batch of filtered rows takes
@@ -57,6 +58,13 @@ def _filter(logits: torch.Tensor, filters: Filters) -> torch.Tensor:
     outside &= drawing[:, None]
     outside[:, 0] = False  # a bound may vanish in float32: the most likely token always stays
     return logits.masked_fill(torch.zeros_like(outside).scatter_(1, order, outside), float("-inf"))
+
+
+def filtered_sample(
+    logits: torch.Tensor, filters: Filters, seeds: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor:
+    """Draw a token id a row, [n] int64, from what its filters leave; seeds and positions as in `gumbel_sample`."""
+    return reference.gumbel_sample(apply_filters(logits, filters), filters.temperatures, seeds, positions)
 
 
 def apply_masks(logits: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
