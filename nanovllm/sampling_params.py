@@ -192,9 +192,9 @@ class SamplingParams:
 
     @property
     def edits_logits(self) -> bool:
-        """Whether the logits change before temperature and draw, for some token of the completion."""
+        """Whether logits change before penalties and draw, for some token of the completion."""
         named = self.logit_bias or self.allowed_token_ids is not None
-        return bool(named or self.bad_words or self.grammar_source) or self.min_tokens > 0 or self.penalised
+        return bool(named or self.bad_words or self.grammar_source) or self.min_tokens > 0
 
     @property
     def greedy(self) -> bool:

@@ -15,7 +15,8 @@ OVERLAP_ROWS = 256
 @dataclass(frozen=True)
 class Ops:
     """Signatures and shapes are documented in `nanovllm.kernels.reference`, of `moe` in `moe_reference`, of
-    `filtered_sample` in `nanovllm.layers.sampler`."""
+    `filtered_sample` and
+    `penalise` in `nanovllm.layers.sampler`."""
 
     rms_norm: Callable[..., torch.Tensor]
     add_rms_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -23,6 +24,7 @@ class Ops:
     norm_rope_store: Callable[..., torch.Tensor]
     gumbel_sample: Callable[..., torch.Tensor]
     filtered_sample: Callable[..., torch.Tensor]
+    penalise: Callable[..., torch.Tensor]
     decode_inputs: Callable[..., Any]
     moe: Callable[..., torch.Tensor]  # its result as it is, or as parts for add_rms_norm
     small_linear: Callable[..., torch.Tensor] | None = None  # x [1..SMALL_ROWS, in], weight, bias; None: not faster
@@ -32,7 +34,7 @@ class Ops:
 def torch_ops() -> Ops:
     """Plain torch: the CPU's own path, and what the kernels are tested against."""
     from nanovllm.kernels import moe_reference, reference
-    from nanovllm.layers.sampler import filtered_sample
+    from nanovllm.layers.sampler import filtered_sample, penalise
 
     return Ops(
         reference.rms_norm,
@@ -41,6 +43,7 @@ def torch_ops() -> Ops:
         reference.norm_rope_store,
         reference.gumbel_sample,
         filtered_sample,
+        penalise,
         reference.decode_inputs,
         moe_reference.moe,
     )
@@ -55,13 +58,14 @@ def triton_ops(device: torch.device, dtype: torch.dtype) -> Ops:
     from nanovllm.kernels.decode_inputs import decode_inputs
     from nanovllm.kernels.moe import moe
     from nanovllm.kernels.norm_rope_store import norm_rope_store
+    from nanovllm.kernels.penalties import penalise
     from nanovllm.kernels.rms_norm import add_rms_norm, rms_norm
     from nanovllm.kernels.sampling import filtered_sample, gumbel_sample
     from nanovllm.kernels.silu_mul import silu_mul
     from nanovllm.kernels.small_gemm import small_linear
     from nanovllm.kernels.split_gemm import split_linear
 
-    sampling = gumbel_sample, filtered_sample
+    sampling = gumbel_sample, filtered_sample, penalise
     if not has_dependent_launch(device) or dtype == torch.float32:
         return Ops(rms_norm, add_rms_norm, silu_mul, norm_rope_store, *sampling, decode_inputs, moe)
     return Ops(
