@@ -78,9 +78,9 @@ class Drawer:
         if self._occurrences is None:
             shape = (self._rows.padding_row + 1, self._vocab_size)
             self._occurrences = torch.zeros(shape, dtype=torch.int32, device=rows.device)
-        self._occurrences[rows.long()] = 0
+        self._occurrences.index_fill_(0, rows.long(), 0)
         flat = self._occurrences.view(-1)
-        flat[prompt_rows.long() * self._vocab_size + prompt_ids] = IN_PROMPT
+        flat.index_fill_(0, prompt_rows.long() * self._vocab_size + prompt_ids, IN_PROMPT)
         places = completion_rows.long() * self._vocab_size + completion_ids
         flat.scatter_add_(0, places, torch.ones_like(completion_ids))
 

@@ -51,7 +51,13 @@ class LLMEngine:
         self._grammars = GrammarCompiler(self.tokenizer, parts.vocab_size, self.scheduler.eos_token_ids)
         self._stop_tokens = StopTokens(self.tokenizer)
         self._inputs = InputProcessor(
-            self.tokenizer, self._grammars, parts.vocab_size, parts.max_model_len, blocks.num_blocks, blocks.block_size
+            self.tokenizer,
+            self._grammars,
+            parts.vocab_size,
+            self.scheduler.eos_token_ids,
+            parts.max_model_len,
+            blocks.num_blocks,
+            blocks.block_size,
         )
         self._step_builder = parts.step_builder
         self._max_in_flight = 1 if parts.overlap else 0  # steps whose tokens the next step does not wait for
