@@ -18,7 +18,8 @@ class SamplingParams:
 
     Order of operations on a row of logits: log-probabilities are taken; the grammar's mask or `allowed_token_ids`;
     `bad_words`, `min_tokens` and `logit_bias`; repetition, frequency and presence penalty; temperature; `top_k`;
-    `top_p`; `min_p`; draw.
+    `top_p`, of the probabilities that `top_k` leaves; `min_p`; draw. Of equally likely tokens a filter keeps those with
+    the lower ids.
 
     Args:
         temperature: divides the logits; 0 (anything below 1e-5) always takes the most likely token.

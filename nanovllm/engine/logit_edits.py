@@ -44,7 +44,7 @@ def build_logit_edits(batch: Batch, eos_token_ids: frozenset[int]) -> LogitEdits
     sampling = [item for item in batch.items if item.samples]
     edited = [(i, item) for i, item in enumerate(sampling) if item.seq.edits_logits]
     bias = [(i, *pair) for i, item in edited for pair in _biases(item, eos_token_ids)]
-    bans = [(i, *ban) for i, item in edited for ban in _bans(item)]
+    bans = [(i, *ban) for i, item in edited if item.seq.bad_words for ban in _bans(item)]
     bias += [(i, token_id, NEVER) for i, token_id, after in bans if after is None]
     open_bans = [(i, token_id, after) for i, token_id, after in bans if after is not None]
     allowed = [(i, t) for i, item in edited for t in item.seq.params.allowed_token_ids or ()]
@@ -82,8 +82,8 @@ def build_histories(batch: Batch) -> Histories | None:
 
 def _biases(item: Scheduled, eos_token_ids: frozenset[int]) -> list[tuple[int, float]]:
     params = item.seq.params
-    biases = list((params.logit_bias or {}).items())
-    if item.end - item.seq.num_prompt_tokens < params.min_tokens:
+    biases = list(params.logit_bias.items()) if params.logit_bias else []
+    if params.min_tokens and item.end - item.seq.num_prompt_tokens < params.min_tokens:
         biases += [(token_id, NEVER) for token_id in eos_token_ids.union(params.stop_token_ids)]
     return biases
 
@@ -91,14 +91,14 @@ def _biases(item: Scheduled, eos_token_ids: frozenset[int]) -> list[tuple[int, f
 def _bans(item: Scheduled) -> list[tuple[int, int | None]]:
     """(token that would complete a bad word, token that has to come before it; None: it does)."""
     seq, bans = item.seq, list[tuple[int, int | None]]()
-    known = seq.token_ids[seq.num_prompt_tokens :]
-    unknown = item.end - len(seq.token_ids)  # drawn, not yet heard of
+    num_known = len(seq.token_ids)
+    unknown = item.end - num_known  # drawn, not yet heard of
     assert 0 <= unknown <= 1
     for *before, last in seq.bad_words:
-        if len(before) > len(known) + unknown:
+        if len(before) > item.end - seq.num_prompt_tokens:
             continue
         seen = before[: len(before) - unknown]
-        if known[len(known) - len(seen) :] == seen:
+        if seq.token_ids[num_known - len(seen) :] == seen:
             bans.append((last, before[-1] if before and unknown else None))
     return bans
 
