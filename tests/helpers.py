@@ -22,7 +22,7 @@ from transformers import (
 )
 
 import nanovllm
-from nanovllm.engine.step import StepInput
+from nanovllm.engine.step import ROW_PARAMS, StepInput
 
 CONFIGS = {
     "gemma3": Gemma3TextConfig,
@@ -104,10 +104,10 @@ def engine_logits(llm, prompt: list[int]) -> torch.Tensor:
         token_ids=np.array(prompt, np.int32),
         samples=np.ones(1, np.int32),
         table_changes=np.stack([np.zeros_like(columns), columns, columns]),
-        row_params=np.zeros((7, 0), np.int32),
+        row_params=np.zeros((ROW_PARAMS, 0), np.int32),
     )
     changes = torch.from_numpy(inputs.table_changes).to(runner.device)
-    runner.rows.apply(changes, torch.zeros(7, 0, dtype=torch.int32, device=runner.device))
+    runner.rows.apply(changes, torch.zeros(ROW_PARAMS, 0, dtype=torch.int32, device=runner.device))
     input_ids, step, _ = runner._prepare(inputs)
     return runner.model.compute_logits(runner.model(input_ids, step)).float().cpu()
 

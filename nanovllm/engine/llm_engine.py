@@ -20,6 +20,7 @@ from nanovllm.engine.model_runner import StepResult
 from nanovllm.engine.request import Output, Request, StreamOutput, make_request, stop_checker
 from nanovllm.engine.scheduler import Batch
 from nanovllm.engine.sequence import Sequence, Status
+from nanovllm.engine.stop_tokens import StopTokens
 from nanovllm.sampling_params import SamplingParams, checked_int
 from nanovllm.utils.collector import collector_frozen, collector_off
 from nanovllm.utils.progress import Progress
@@ -50,8 +51,15 @@ class LLMEngine:
         self.scheduler = parts.scheduler
         blocks = self.scheduler.block_manager
         self._grammars = GrammarCompiler(self.tokenizer, parts.vocab_size, self.scheduler.eos_token_ids)
+        self._stop_tokens = StopTokens(self.tokenizer)
         self._inputs = InputProcessor(
-            self.tokenizer, self._grammars, parts.vocab_size, parts.max_model_len, blocks.num_blocks, blocks.block_size
+            self.tokenizer,
+            self._grammars,
+            parts.vocab_size,
+            self.scheduler.eos_token_ids,
+            parts.max_model_len,
+            blocks.num_blocks,
+            blocks.block_size,
         )
         self._step_builder = parts.step_builder
         self._max_in_flight = 1 if parts.overlap else 0  # steps whose tokens the next step does not wait for
@@ -337,7 +345,14 @@ class LLMEngine:
         first_id = self._next_seq_id
         self._next_seq_id += params.n
         request = make_request(
-            first_id, ids, params, self._inputs.max_len, self.config.seed, self.tokenizer, self._grammars
+            first_id,
+            ids,
+            params,
+            self._inputs.max_len,
+            self.config.seed,
+            self.tokenizer,
+            self._grammars,
+            self._stop_tokens,
         )
         request.by_step = by_step
         requests.append(request)
@@ -403,7 +418,8 @@ class LLMEngine:
         unfinished = [seq for seq in sequences if seq.status is not Status.FINISHED]
         self.scheduler.reset(unfinished)
         for seq in unfinished:
-            self.scheduler.settle(seq, stop_checker(self.tokenizer, seq.params), self._grammars.start(seq.params))
+            checker = stop_checker(self.tokenizer, seq.params, self._stop_tokens)
+            self.scheduler.settle(seq, checker, self._grammars.start(seq.params))
         self._retire([seq for seq in sequences if seq.status is Status.FINISHED])
         self._broken = False
 

@@ -13,7 +13,7 @@ import torch
 from nanovllm.config import Limits
 from nanovllm.engine.graph_runner import graph_batch_sizes, shared_batch_sizes
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.step import StepInput
+from nanovllm.engine.step import ROW_PARAMS, StepInput
 from nanovllm.models.decoder import DecoderSpec
 
 logger = logging.getLogger("nanovllm")
@@ -200,6 +200,6 @@ def largest_step(limits: Limits) -> StepInput:
         token_ids=np.zeros(num_tokens, dtype=np.int32),
         samples=np.ones(num_seqs, dtype=np.int32),
         table_changes=np.zeros((3, 0), dtype=np.int32),
-        row_params=np.zeros((7, 0), dtype=np.int32),
+        row_params=np.zeros((ROW_PARAMS, 0), dtype=np.int32),
         any_filtered=True,
     )

@@ -4,7 +4,7 @@ What may enter `launch`: work that every step needs, in time that depends on the
 nothing that waits for the device. Values come back through `StepResult.token_ids`.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
@@ -114,8 +114,9 @@ class ModelRunner:
         if inputs.table_changes.size or inputs.row_params.size:
             self.rows.apply(*self._to_device(inputs.table_changes, inputs.row_params))
         self._send_shared(inputs.shared)
-        for history in inputs.edits.histories if inputs.edits is not None else ():
-            self._drawer.start_counting(history)
+        histories = inputs.histories
+        if histories is not None:
+            self._drawer.start_counting(*self._to_device(*(getattr(histories, f.name) for f in fields(histories))))
         graphs, shared = self.graphs, inputs.shared is not None
         if graphs is not None and inputs.is_decode and graphs.fits(len(inputs.rows), shared):
             (tokens, logprobs), prompts = self._replay(inputs, graphs), None
@@ -135,7 +136,7 @@ class ModelRunner:
         rows = device[0, :n].long()
         previous = self.rows.last_tokens[rows]
         _, logits = graphs.replay(n, inputs.shared is not None)
-        return self._drawer.draw(logits, rows, device[1, :n].long(), inputs, previous)
+        return self._drawer.draw(logits, rows, device[1, :n].long(), inputs, self._to_device, previous)
 
     def _send_shared(self, shared: SharedPrefixes[np.ndarray] | None) -> None:
         """Hand the backend what the batch shares, unless it has it from the step before."""
@@ -167,7 +168,7 @@ class ModelRunner:
         if len(last) != len(rows):
             rows = self._to_device(inputs.rows[inputs.samples.astype(bool)])[0]
         logits = self.model.compute_logits(hidden)
-        return self._drawer.draw(logits, rows.long(), step.positions[last] + 1, inputs), prompts
+        return self._drawer.draw(logits, rows.long(), step.positions[last] + 1, inputs, self._to_device), prompts
 
     def _prepare(self, inputs: StepInput) -> tuple[torch.Tensor, Step, torch.Tensor]:
         """(token ids [T], the step, index of each sampling sequence's last token)."""

@@ -7,6 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.filters import filter_bounds
+from nanovllm.layers.sampler import Filters
 from nanovllm.sampling_params import GREEDY_BELOW
 
 TARGET_PROGRAMS = 1056  # 8 on each of an H200's 132 multiprocessors: enough loads in flight
@@ -45,17 +47,23 @@ def _sample_kernel(
     temperatures_ptr,
     seeds_ptr,
     positions_ptr,
+    floors_ptr,
+    last_ids_ptr,
     scores_ptr,
     ids_ptr,
     row_stride,
     tiles,
+    FILTERED: tl.constexpr,
     VOCAB: tl.constexpr,
     BLOCK: tl.constexpr,
     MIN_TEMP: tl.constexpr,
     SCALE: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """One program: the best score, in units of ln 2, and its id among `tiles` tiles of BLOCK columns of a row."""
+    """One program: the best score, in units of ln 2, and its id among `tiles` tiles of BLOCK columns of a row.
+
+    FILTERED: only of logits above the row's floor, and of ids up to the last one of those that equal it.
+    """
     split = tl.program_id(0)
     row = tl.program_id(1)
     temperature = tl.load(temperatures_ptr + row)
@@ -67,14 +75,21 @@ def _sample_kernel(
     a = _mix(seed.to(tl.uint32) ^ stirred)
     b = _mix((seed >> 32).to(tl.uint32) ^ a ^ tl.full([], 0x85EBCA6B, tl.uint32))
 
+    if FILTERED:
+        floor = tl.load(floors_ptr + row)
+        last_id = tl.load(last_ids_ptr + row)
     ids = split * tiles * BLOCK + tl.arange(0, BLOCK)
     base = logits_ptr + row.to(tl.int64) * row_stride
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     best_ids = ids  # in range in the lane that wins when nothing is above -inf: the lowest
     for _ in range(0, tiles):
-        score = tl.load(base + ids, mask=ids < VOCAB, other=float("-inf")).to(tl.float32) * scale
+        logits = tl.load(base + ids, mask=ids < VOCAB, other=float("-inf")).to(tl.float32)
+        score = logits * scale
         if temperature >= MIN_TEMP:
             score += _noise(a, b, ids, FAST)
+        if FILTERED:
+            stays = (logits > floor) | ((logits == floor) & (ids <= last_id))
+            score = tl.where(stays, score, float("-inf"))
         better = score > best  # false for NaN
         best = tl.where(better, score, best)
         best_ids = tl.where(better, ids, best_ids)
@@ -113,9 +128,13 @@ def gumbel_sample(
     block: int = 1024,
     num_warps: int = 4,
     target_programs: int = TARGET_PROGRAMS,
+    bounds: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """`reference.gumbel_sample` in two launches, no synchronisation. The last three arguments are for tuning: columns
-    of a tile, and the programs that the vocabulary is split to reach."""
+    """`reference.gumbel_sample` in two launches, no synchronisation, of all ids or those within `filter_bounds`.
+
+    Block, warps and target_programs are for tuning: columns of a tile, and the programs that the vocabulary is split
+    to reach.
+    """
     batch = logits.shape[0]
     vocab_size = vocab_size or logits.shape[1]
     tiles = -(-vocab_size // block)
@@ -130,10 +149,12 @@ def gumbel_sample(
         temperatures,
         seeds,
         positions,
+        *(bounds or (None, None)),
         scores,
         ids,
         logits.stride(0),
         tiles_each,
+        FILTERED=bounds is not None,
         VOCAB=vocab_size,
         BLOCK=block,
         MIN_TEMP=GREEDY_BELOW,
@@ -143,3 +164,11 @@ def gumbel_sample(
     )
     _pick_kernel[(batch,)](scores, ids, out, splits, BLOCK=256, num_warps=1)
     return out
+
+
+def filtered_sample(
+    logits: torch.Tensor, filters: Filters, seeds: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor:
+    """`sampler.filtered_sample` without sorting: a bound for each row, then the draw. No synchronisation."""
+    bounds = filter_bounds(logits, filters.temperatures, filters.top_ks, filters.top_ps, filters.min_ps)
+    return gumbel_sample(logits, filters.temperatures, seeds, positions, bounds=bounds)

@@ -14,13 +14,17 @@ OVERLAP_ROWS = 256
 
 @dataclass(frozen=True)
 class Ops:
-    """Signatures and shapes are documented in `nanovllm.kernels.reference` and, of `moe`, in `moe_reference`."""
+    """Signatures and shapes are documented in `nanovllm.kernels.reference`, of `moe` in `moe_reference`, of
+    `filtered_sample` and
+    `penalise` in `nanovllm.layers.sampler`."""
 
     rms_norm: Callable[..., torch.Tensor]
     add_rms_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     silu_mul: Callable[..., torch.Tensor]
     norm_rope_store: Callable[..., torch.Tensor]
     gumbel_sample: Callable[..., torch.Tensor]
+    filtered_sample: Callable[..., torch.Tensor]
+    penalise: Callable[..., torch.Tensor]
     decode_inputs: Callable[..., Any]
     fp8_linear: Callable[..., torch.Tensor]  # documented in `fp8_reference`
     moe: Callable[..., torch.Tensor]  # its result as it is, or as parts for add_rms_norm
@@ -32,6 +36,7 @@ class Ops:
 def torch_ops() -> Ops:
     """Plain torch: the CPU's own path, and what the kernels are tested against."""
     from nanovllm.kernels import fp8_reference, moe_reference, reference
+    from nanovllm.layers.sampler import filtered_sample, penalise
 
     return Ops(
         reference.rms_norm,
@@ -39,6 +44,8 @@ def torch_ops() -> Ops:
         reference.silu_mul,
         reference.norm_rope_store,
         reference.gumbel_sample,
+        filtered_sample,
+        penalise,
         reference.decode_inputs,
         fp8_reference.fp8_linear,
         moe_reference.moe,
@@ -56,20 +63,22 @@ def triton_ops(device: torch.device, dtype: torch.dtype) -> Ops:
     from nanovllm.kernels.fp8_split_gemm import fp8_split_linear
     from nanovllm.kernels.moe import moe
     from nanovllm.kernels.norm_rope_store import norm_rope_store
+    from nanovllm.kernels.penalties import penalise
     from nanovllm.kernels.rms_norm import add_rms_norm, rms_norm
-    from nanovllm.kernels.sampling import gumbel_sample
+    from nanovllm.kernels.sampling import filtered_sample, gumbel_sample
     from nanovllm.kernels.silu_mul import silu_mul
     from nanovllm.kernels.small_gemm import small_linear
     from nanovllm.kernels.split_gemm import split_linear
 
+    sampling = gumbel_sample, filtered_sample, penalise
     if not has_dependent_launch(device) or dtype == torch.float32:
-        return Ops(rms_norm, add_rms_norm, silu_mul, norm_rope_store, gumbel_sample, decode_inputs, fp8_linear, moe)
+        return Ops(rms_norm, add_rms_norm, silu_mul, norm_rope_store, *sampling, decode_inputs, fp8_linear, moe)
     return Ops(
         _overlapping(rms_norm),
         _overlapping(add_rms_norm),
         _overlapping(silu_mul),
         _overlapping(norm_rope_store),
-        gumbel_sample,
+        *sampling,
         decode_inputs,
         _overlapping(fp8_linear),
         _overlapping(moe),
