@@ -208,7 +208,7 @@ def _decode_kernel(
         )  # fmt: skip
 
 
-def tile_config(head_dim: int, itemsize: int, block_size: int, shared: bool) -> tuple[int, int, int]:
+def tile_config(head_dim: int, itemsize: int, block_size: int, shared: bool, fp8: bool) -> tuple[int, int, int]:
     """(keys, warps, pipeline stages) of a program, as measured on an H200; the keys divide a plan's grain.
 
     What is left of a sequence after a shared prefix is short: several small programs a multiprocessor read it faster.
@@ -217,6 +217,8 @@ def tile_config(head_dim: int, itemsize: int, block_size: int, shared: bool) -> 
         return (32, 4, 2) if head_dim <= 128 else (16, 4, 2)
     if head_dim > 128 or (shared and block_size % 32 == 0):
         return 32, 2, 3
+    if fp8 and block_size % 64 == 0:
+        return 64, 2, 2
     return 64, 2, 3 if block_size % 64 == 0 else 5  # a gather's table loads take every other stage
 
 
@@ -249,7 +251,8 @@ def paged_decode(
     _, block_size, num_kv_heads, _ = k_cache.shape
     block_stride, token_stride, head_stride, _ = k_cache.stride()
     group = num_q_heads // num_kv_heads
-    block_n, num_warps, num_stages = config or tile_config(head_dim, q.element_size(), block_size, shared)
+    fp8 = kv_scales is not None
+    block_n, num_warps, num_stages = config or tile_config(head_dim, q.element_size(), block_size, shared, fp8)
     padded_group, padded_dim = triton.next_power_of_2(group), triton.next_power_of_2(head_dim)
     if out is None:
         out = torch.empty((batch, num_q_heads, head_dim), dtype=q.dtype, device=q.device)

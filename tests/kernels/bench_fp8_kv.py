@@ -101,7 +101,7 @@ def main():
     args = parser.parse_args()
     heads, copy = tuple(args.heads), copy_rate()
     print(f"{torch.cuda.get_device_name()}; copy rate {copy / 1e12:.2f} TB/s; {heads} heads, blocks of {BLOCK_SIZE}")
-    print("decode built in:", decode_attention.tile_config(HEAD_DIM, 2, BLOCK_SIZE, False))
+    print("decode built in:", decode_attention.tile_config(HEAD_DIM, 2, BLOCK_SIZE, False, True))
     for (name, lens), fp8 in itertools.product(DECODES.items(), (False, True)):
         times = decode(lens, heads, fp8, DECODE_CONFIGS if args.sweep and fp8 else [])
         show(

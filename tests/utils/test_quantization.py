@@ -145,8 +145,9 @@ def test_the_kernels_give_the_same_in_the_interpreter(tmp_path):
     for backend in ("torch", "triton"):
         options = {"quantization": "fp8", "attention_backend": backend, "max_num_batched_tokens": 16, "max_num_seqs": 4}
         with LLM(tmp_path, device="cpu", dtype="float32", num_kvcache_blocks=20, **options) as llm:
-            runs.append([out["token_ids"] for out in llm.generate(prompts, params, use_tqdm=False)])
-    assert runs[0] == runs[1]
+            runs.append(llm.generate(prompts, params, use_tqdm=False))
+    for with_graphs, without in zip(*runs, strict=True):
+        check_equal_up_to_a_tie(with_graphs, without, 0.15)
 
 
 @pytest.mark.parametrize("static", [False, True])
@@ -306,18 +307,31 @@ def test_dummy_weights_of_a_float8_checkpoint(tmp_path):
     assert logits_of(tmp_path, load_format="dummy").isfinite().all()
 
 
+def check_equal_up_to_a_tie(one, other, tolerance):
+    """The same greedy tokens up to where, in either's own view, the two choices are as good as equal.
+
+    A graph's surplus rows let attention split sequences elsewhere, and float8 rounds a last bit up to a sixteenth.
+    """
+    for i, (a, b) in enumerate(zip(one["token_ids"], other["token_ids"], strict=True)):
+        if a != b:
+            for entry in (one["logprobs"][i], other["logprobs"][i]):
+                assert abs(entry[a]["logprob"] - entry[b]["logprob"]) < tolerance
+            return
+
+
 @pytest.mark.gpu
 def test_a_gpu_with_graphs_and_without_gives_the_same_and_what_a_cpu_does(tmp_path):
     save_random_model(tmp_path, small_config("qwen2", hidden_size=256, intermediate_size=512))
     on_cpu = logits_of(tmp_path, quantization="fp8", dtype="bfloat16")
     prompts = [random_prompt(n, n) for n in (1, 17, 40, 100, 30)]
-    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=5)
     runs = []
     for eager in (False, True):
         options = {"quantization": "fp8", "kv_cache_dtype": "fp8", "enforce_eager": eager, "max_num_seqs": 8}
         with LLM(tmp_path, dtype="bfloat16", num_kvcache_blocks=20, **options) as llm:
-            runs.append([out["token_ids"] for out in llm.generate(prompts, params, use_tqdm=False)])
-    assert runs[0] == runs[1]
+            runs.append(llm.generate(prompts, params, use_tqdm=False))
+    for with_graphs, without in zip(*runs, strict=True):
+        check_equal_up_to_a_tie(with_graphs, without, 0.15)
     with LLM(tmp_path, dtype="bfloat16", quantization="fp8", num_kvcache_blocks=20) as llm:
         assert difference(engine_logits(llm, PROMPT), on_cpu) < 0.15
 
