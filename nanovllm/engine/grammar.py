@@ -20,15 +20,27 @@ class Grammar:
 
     Args:
         matcher: llguidance's, at the beginning.
+        executor: llguidance's, of threads that compute masks.
+        vocab_size: of the model's logits.
     """
 
-    def __init__(self, matcher: Any):
+    def __init__(self, matcher: Any, executor: Any, vocab_size: int):
         self._matcher = matcher
+        self._executor = executor
+        self._vocab_size = vocab_size
         self._num_tokens = 0
 
-    def mask(self) -> np.ndarray:
-        """[ceil(vocab_size / 32)] int32, the bit of each token that may come next (the lowest bit is token 0)."""
-        return np.frombuffer(self._matcher.compute_bitmask(), dtype=np.int32)
+    @staticmethod
+    def masks(grammars: "Seq[Grammar]") -> np.ndarray:
+        """[n, ceil(vocab_size / 32)] int32, the bit of each token that may come next (the lowest bit is token 0).
+
+        Args:
+            grammars: of the same engine, one or more.
+        """
+        masks = np.empty((len(grammars), -(-grammars[0]._vocab_size // 32)), dtype=np.int32)
+        matchers = [(grammar._matcher, i) for i, grammar in enumerate(grammars)]
+        grammars[0]._executor.unsafe_compute_mask_ptr(matchers, masks.ctypes.data, masks[0].nbytes, len(masks))
+        return masks
 
     def push(self, token_ids: Seq[int]) -> bool:
         """Take tokens in; whether nothing can follow them."""
@@ -57,6 +69,7 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._table: Any = None
+        self._executor: Any = None
         self._compiled = lru_cache(MAX_COMPILED)(self._compile)
 
     def check(self, params: SamplingParams, name: str) -> None:
@@ -76,7 +89,8 @@ class GrammarCompiler:
         """The grammar of a new completion, if it has one."""
         if params.grammar_source is None:
             return None
-        return Grammar(self._compiled(*params.grammar_source).deep_copy())
+        matcher = self._compiled(*params.grammar_source).deep_copy()
+        return Grammar(matcher, self._executor, self._vocab_size)
 
     def _compile(self, kind: str, source: str) -> Any:
         llguidance = _package()
@@ -105,6 +119,7 @@ class GrammarCompiler:
             self._table = llguidance.hf.from_tokenizer(
                 self._tokenizer, n_vocab=self._vocab_size, eos_token=sorted(self._eos_token_ids)
             )
+            self._executor = _package().LLExecutor()
         return self._table
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from nanovllm.engine.grammar import Grammar
 from nanovllm.engine.scheduler import Batch, Scheduled
 
 NEVER = float("-inf")
@@ -48,12 +49,12 @@ def build_logit_edits(batch: Batch, eos_token_ids: frozenset[int]) -> LogitEdits
     bias += [(i, token_id, NEVER) for i, token_id, after in bans if after is None]
     open_bans = [(i, token_id, after) for i, token_id, after in bans if after is not None]
     allowed = [(i, t) for i, item in edited for t in item.seq.params.allowed_token_ids or ()]
-    masked = [(i, item.seq.grammar.mask()) for i, item in edited if item.seq.grammar is not None]
+    masked = [(i, item.seq.grammar) for i, item in edited if item.seq.grammar is not None]
     if not (bias or open_bans or allowed or masked):
         return None
     return LogitEdits(
         masked_rows=np.array([i for i, _ in masked], dtype=np.int32),
-        masks=np.array([mask for _, mask in masked], dtype=np.int32),
+        masks=Grammar.masks([grammar for _, grammar in masked]) if masked else np.zeros((0, 0), dtype=np.int32),
         bias_rows=np.array([i for i, _, _ in bias], dtype=np.int32),
         bias_ids=np.array([t for _, t, _ in bias], dtype=np.int32),
         bias_values=np.array([v for _, _, v in bias], dtype=np.float32),
