@@ -8,6 +8,7 @@ from nanovllm.sampling_params import checked_int, checked_real
 
 ATTENTION_BACKENDS = ("auto", "triton", "flash_attn", "torch")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+MAX_RANKS = 8
 MAX_NUM_SEQS = 2**16  # each has a row of state whether it runs or not
 LOAD_FORMATS = ("auto", "dummy")
 

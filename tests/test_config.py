@@ -7,6 +7,7 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.engine.build import choose_device, choose_dtype, choose_limits
+from nanovllm.layers.parallel import Ranks
 
 
 @pytest.mark.parametrize(
@@ -101,10 +102,10 @@ def test_limits(caplog):
 
 def test_device_that_is_not_there_is_an_error(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert choose_device("auto") == torch.device("cpu")
+    assert choose_device("auto", Ranks()) == torch.device("cpu")
     with pytest.raises(ValueError, match=r"device 'cuda' was asked for, but torch .* sees no GPU"):
-        choose_device("cuda")
+        choose_device("cuda", Ranks())
     with pytest.raises(ValueError, match="device must be auto, cpu or cuda, got 'meta'"):
-        choose_device("meta")
+        choose_device("meta", Ranks())
     with pytest.raises(ValueError, match="device 'warp' is not known to torch"):
-        choose_device("warp")
+        choose_device("warp", Ranks())

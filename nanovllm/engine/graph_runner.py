@@ -49,17 +49,19 @@ class GraphRunner:
         self._inputs[0] = runner.rows.padding_row
         self._inputs[1] = 1
         self._tokens = torch.zeros(self._largest, dtype=torch.int64, device=device)
-        vocab_size = runner.model.spec.vocab_size
-        self._logits = torch.empty(self._largest, vocab_size, dtype=runner.kv_cache.dtype, device=device)
+        columns = runner.model.logit_columns
+        self._logits = torch.empty(self._largest, columns, dtype=runner.kv_cache.dtype, device=device)
         self._no_prompts = torch.zeros(1, dtype=torch.int32, device=device)
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+        # NCCL's watchdog is a thread that looks at events of its own all the time, which would break off the capture.
+        mode = "global" if runner.model.ranks.size == 1 else "thread_local"
         pool = None
         keys = [(size, shared) for shared, sizes in self._sizes.items() for size in sizes]
         for size, shared in sorted(keys, reverse=True):
             self._graphs[size, shared] = graph = torch.cuda.CUDAGraph()
             self._run(size, shared)  # warm-up: kernels are compiled and libraries initialised outside of the capture
             torch.cuda.synchronize(device)
-            with torch.cuda.graph(graph, pool=pool):
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode=mode):
                 self._run(size, shared)
             pool = graph.pool()
 
@@ -76,7 +78,7 @@ class GraphRunner:
         return self._inputs_np, self._inputs
 
     def replay(self, num_seqs: int, shared: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queue the step; (tokens [num_seqs] int64, logits [num_seqs, vocab_size]), valid until the next replay."""
+        """Queue the step; (tokens [num_seqs] int64, logits [num_seqs, columns]), valid until the next replay."""
         sizes = self._sizes[shared]
         self._graphs[sizes[bisect_left(sizes, num_seqs)], shared].replay()
         return self._tokens[:num_seqs], self._logits[:num_seqs]
@@ -107,5 +109,5 @@ class GraphRunner:
         )
         logits = runner.model.compute_logits(runner.model(inputs.token_ids, step), out=self._logits[:size])
         tokens = self._tokens[:size]
-        runner.ops.gumbel_sample(logits, inputs.temperatures, inputs.seeds, context_lens, out=tokens)
+        runner.sample_into(logits, inputs.temperatures, inputs.seeds, context_lens, tokens)
         state.last_tokens[inputs.rows] = tokens

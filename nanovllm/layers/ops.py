@@ -21,6 +21,7 @@ class Ops:
     silu_mul: Callable[..., torch.Tensor]
     norm_rope_store: Callable[..., torch.Tensor]
     gumbel_sample: Callable[..., torch.Tensor]
+    gumbel_best: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     decode_inputs: Callable[..., Any]
     moe: Callable[..., torch.Tensor]  # its result as it is, or as parts for add_rms_norm
     small_linear: Callable[..., torch.Tensor] | None = None  # x [1..SMALL_ROWS, in], weight, bias; None: not faster
@@ -37,6 +38,7 @@ def torch_ops() -> Ops:
         reference.silu_mul,
         reference.norm_rope_store,
         reference.gumbel_sample,
+        reference.gumbel_best,
         reference.decode_inputs,
         moe_reference.moe,
     )
@@ -52,19 +54,20 @@ def triton_ops(device: torch.device, dtype: torch.dtype) -> Ops:
     from nanovllm.kernels.moe import moe
     from nanovllm.kernels.norm_rope_store import norm_rope_store
     from nanovllm.kernels.rms_norm import add_rms_norm, rms_norm
-    from nanovllm.kernels.sampling import gumbel_sample
+    from nanovllm.kernels.sampling import gumbel_best, gumbel_sample
     from nanovllm.kernels.silu_mul import silu_mul
     from nanovllm.kernels.small_gemm import small_linear
     from nanovllm.kernels.split_gemm import split_linear
 
     if not has_dependent_launch(device) or dtype == torch.float32:
-        return Ops(rms_norm, add_rms_norm, silu_mul, norm_rope_store, gumbel_sample, decode_inputs, moe)
+        return Ops(rms_norm, add_rms_norm, silu_mul, norm_rope_store, gumbel_sample, gumbel_best, decode_inputs, moe)
     return Ops(
         _overlapping(rms_norm),
         _overlapping(add_rms_norm),
         _overlapping(silu_mul),
         _overlapping(norm_rope_store),
         gumbel_sample,
+        gumbel_best,
         decode_inputs,
         _overlapping(moe),
         _overlapping(small_linear),
