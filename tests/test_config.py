@@ -36,7 +36,7 @@ from nanovllm.layers.parallel import Ranks
         ({"load_format": "pt"}, ValueError, "load_format must be one of auto, dummy, got 'pt'"),
         ({"attention_backend": "magic"}, ValueError, "attention_backend must be one of"),
         ({"tensor_parallel_size": 0}, ValueError, "tensor_parallel_size must be at least 1, got 0"),
-        ({"tensor_parallel_size": 2}, ValueError, "tensor_parallel_size must be 1 in this version, got 2"),
+        ({"tensor_parallel_size": 9}, ValueError, "tensor_parallel_size must be at most 8, got 9"),
         ({"max_num_seqs": 2**16 + 1}, ValueError, "max_num_seqs must be at most 65536, got 65537"),
         ({"seed": 2**63}, ValueError, "seed must be at most"),
     ],

@@ -66,8 +66,10 @@ class RankParts:
     num_blocks: int
     memory: str  # how it came to that
 
-    def runner(self, num_blocks: int) -> ModelRunner:
-        return make_runner(self.model, self.ops, self.attention, self.limits, num_blocks, self.block_size, self.dtype)
+    def runner(self, num_blocks: int, make: Callable[..., ModelRunner] = ModelRunner) -> ModelRunner:
+        """With a pool of so many blocks. `make` takes what `ModelRunner` takes."""
+        kv_cache = allocate_kv_cache(self.model.spec, num_blocks, self.block_size, self.dtype, self.device)
+        return make(self.model, self.ops, self.attention, kv_cache, self.limits)
 
     def capture_graphs(self, runner: ModelRunner) -> None:
         if self.use_graphs:
@@ -153,7 +155,7 @@ def build_rank(
     use_graphs = device.type == "cuda" and attention.graphs and not config.enforce_eager
     block_bytes = kv_bytes_per_block(held, dtype, block_size)
     if device.type == "cuda":
-        small = make_runner(model, ops, attention, limits, 1, block_size, dtype)
+        small = ModelRunner(model, ops, attention, allocate_kv_cache(held, 1, block_size, dtype, device), limits)
         memory = measure_gpu_memory(small, free_at_start, config.gpu_memory_utilization, limits, use_graphs)
         note = memory.describe()
         num_blocks = memory.blocks(block_bytes, config.num_kvcache_blocks)
@@ -163,19 +165,6 @@ def build_rank(
         )
         note = f"{num_blocks} KV blocks of {block_bytes} bytes in host memory"
     return RankParts(model, ops, attention, limits, dtype, device, block_size, use_graphs, num_blocks, note)
-
-
-def make_runner(
-    model: DecoderForCausalLM,
-    ops: Ops,
-    attention: AttentionBackend,
-    limits: Limits,
-    num_blocks: int,
-    block_size: int,
-    dtype: torch.dtype,
-) -> ModelRunner:
-    kv_cache = allocate_kv_cache(model.spec, num_blocks, block_size, dtype, model.device)
-    return ModelRunner(model, ops, attention, kv_cache, limits)
 
 
 def check_may_start_workers() -> None:

@@ -299,7 +299,6 @@ class DecoderForCausalLM(nn.Module):
         super().__init__()
         self.spec = spec
         self.ranks = build.ranks
-        self.device = build.device
         self.model = DecoderModel(spec, build)
         tied = self.model.embed_tokens if spec.tie_word_embeddings else None
         self.lm_head = LMHead(spec.vocab_size, spec.hidden_size, build.dtype, build.device, tied, build.ranks)

@@ -1,0 +1,138 @@
+"""A process of its own for each rank but the first: it loads its share and runs the steps that rank 0 sends.
+
+What a worker does is written here; from rank 0 come numbers (a kind and arrays), never code or the name of any. What it
+says goes back through a pipe as a kind and a text or a number. It ends with its parent, whatever that one ends by.
+"""
+
+import os
+import shutil
+import signal
+import struct
+import threading
+import traceback
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import parent_process
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+
+from nanovllm.config import Config
+from nanovllm.engine.build import build_rank
+from nanovllm.engine.channel import ChannelClosed, Receiver
+from nanovllm.engine.step_message import StepDecoder
+from nanovllm.layers.parallel import Ranks
+from nanovllm.models.registry import model_spec
+from nanovllm.utils.checkpoint import open_checkpoint
+
+# What rank 0 sends.
+CLOSE, NUM_BLOCKS, STEP = range(3)
+# What a worker reports: that it runs, that its weights are loaded, its room for KV, that it takes steps, its failure.
+BEGUN, LOADED, ROOM, STARTED, FAILED = range(5)
+REPORT = struct.Struct("<Iq")  # kind, a number; a text follows
+BLOCKS = struct.Struct("<q")
+REFUSED = 1  # the number of a FAILED that is a ValueError: something does not fit
+
+CONNECT_S = 60  # in which ranks that are all ready have to find each other
+COLLECTIVE_S = 1800  # a rank that is gone is noticed otherwise
+LOOK_S = 1.0  # between looks whether the parent is still the parent
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a worker is started with."""
+
+    config: Config  # with the model's place on disk
+    rank: int
+    channel: str  # the name of the shared memory
+    folder: str  # where ranks find each other
+    parent_pid: int
+    doorbell: Connection
+    reports: Connection
+
+    @property
+    def size(self) -> int:
+        return self.config.tensor_parallel_size
+
+
+def connect_ranks(folder: str, rank: int, size: int, device: torch.device) -> Any:
+    """A process group of its own (not torch's default one), through a file: no port is chosen by anybody."""
+    c10d: Any = torch.distributed
+    group: Any
+    store = c10d.FileStore(os.path.join(folder, "ranks"), size)
+    if device.type == "cpu":
+        options = c10d.ProcessGroupGloo._Options()
+        options._devices = [c10d.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        options._timeout = timedelta(seconds=CONNECT_S)
+        group = c10d.ProcessGroupGloo(store, rank, size, options)
+    else:
+        options = c10d.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=COLLECTIVE_S)
+        group = c10d.ProcessGroupNCCL(store, rank, size, options)
+    Ranks(rank, size, group).all_reduce(torch.ones(1, device=device))  # NCCL connects with the first one
+    group._set_default_timeout(timedelta(seconds=COLLECTIVE_S))
+    return group
+
+
+def run_worker(job: Job) -> None:
+    """The whole life of a worker's process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; rank 0 decides
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+    threading.Thread(target=_end_with_parent, args=(job,), name="nanovllm-parent", daemon=True).start()
+    code = 0
+    try:
+        receiver = Receiver(job.channel, job.rank - 1, job.doorbell, job.size - 1)
+        _report(job, BEGUN)
+        _serve(job, receiver)
+    except ChannelClosed:
+        pass  # the parent ended
+    except BaseException as error:
+        code = 1
+        number = REFUSED if isinstance(error, ValueError) else 0
+        text = str(error) if number else traceback.format_exc()
+        _report(job, FAILED, number, text)
+    os._exit(code)  # without waiting for what libraries do at the end: other ranks may be gone
+
+
+def _serve(job: Job, receiver: Receiver) -> None:
+    ranks = Ranks(job.rank, job.size)
+
+    def connect(device: torch.device) -> None:
+        _report(job, LOADED)
+        ranks.group = connect_ranks(job.folder, job.rank, job.size, device)
+
+    if not torch.cuda.is_available():
+        torch.set_num_threads(max(1, torch.get_num_threads() // job.size))
+    checkpoint = open_checkpoint(job.config.model)
+    rank = build_rank(job.config, checkpoint, model_spec(checkpoint.config()), ranks, connect)
+    _report(job, ROOM, rank.num_blocks, rank.memory)
+    kind, message = receiver.receive()
+    if kind != NUM_BLOCKS:
+        return
+    runner = rank.runner(*BLOCKS.unpack(message))
+    rank.capture_graphs(runner)
+    _report(job, STARTED)
+    shared = rank.attention.shared
+    decoder = StepDecoder(shared.max_batch, shared.max_items) if shared is not None else StepDecoder()
+    while True:
+        kind, message = receiver.receive()
+        if kind != STEP:
+            return
+        runner.launch(decoder.decode(message))
+
+
+def _report(job: Job, kind: int, number: int = 0, text: str = "") -> None:
+    with suppress(OSError):  # nobody is there to hear it
+        job.reports.send_bytes(REPORT.pack(kind, number) + text.encode())
+
+
+def _end_with_parent(job: Job) -> None:
+    """End at once when the parent is gone, even from the middle of a collective that will never come through."""
+    parent = parent_process()
+    assert parent is not None
+    while not wait([parent.sentinel], LOOK_S) and os.getppid() == job.parent_pid:
+        pass
+    shutil.rmtree(job.folder, ignore_errors=True)
+    os._exit(1)
