@@ -5,6 +5,7 @@ workers are ended, the caller gets the cause, and so does every later use of the
 is no such case: it waits for the end of `launch`.
 """
 
+import atexit
 import logging
 import multiprocessing
 import os
@@ -32,6 +33,7 @@ from nanovllm.engine.step_message import StepEncoder
 from nanovllm.engine.worker import (
     BLOCKS,
     CLOSE,
+    CONNECT,
     LOADED,
     NUM_BLOCKS,
     ROOM,
@@ -41,7 +43,7 @@ from nanovllm.engine.worker import (
     connect_ranks,
     run_worker,
 )
-from nanovllm.engine.worker_watch import WorkerWatch
+from nanovllm.engine.worker_watch import WorkerError, WorkerWatch
 from nanovllm.layers.parallel import Ranks
 from nanovllm.models.decoder import DecoderSpec
 from nanovllm.models.split import rank_spec
@@ -66,7 +68,7 @@ def build_ranks(config: Config, checkpoint: Checkpoint, spec: DecoderSpec) -> tu
     workers = Workers(replace(config, model=str(checkpoint.path)))
     try:
         return _build_ranks(config, checkpoint, spec, ranks, workers)
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, WorkerError):
         workers.end()
         raise
     except BaseException as error:
@@ -82,9 +84,12 @@ def _build_ranks(
 ) -> tuple[RankParts, ModelRunner, int]:
     def connect(device: torch.device) -> None:
         workers.watch.wait_for(LOADED)
-        ranks.group = connect_ranks(workers.folder, 0, ranks.size, device)
+        workers.send(CONNECT, [workers.make_folder().encode()])
+        ranks.group = connect_ranks(workers.folders[0], 0, ranks.size, device)
         if device.type == "cuda":  # kernels that wait for a rank that is gone end when the group is aborted
             workers.watch.abort = ranks.group.abort
+        else:
+            workers.remove_folders()  # NCCL's threads look into it now and then; gloo's do not
 
     rank = build_rank(config, checkpoint, spec, ranks, connect)
     rooms = [(rank.num_blocks, rank.memory), *workers.watch.wait_for(ROOM)]
@@ -95,7 +100,7 @@ def _build_ranks(
     runner = rank.runner(num_blocks, partial(TensorParallelRunner, workers))
     rank.capture_graphs(runner)
     workers.watch.wait_for(STARTED)
-    workers.forget_names(keep_folder=rank.device.type == "cuda")
+    workers.sender.unlink()  # all have it: nothing is left that could outlive the processes
     return rank, runner, num_blocks
 
 
@@ -112,13 +117,13 @@ class Workers:
         bells = [context.Pipe(duplex=False) for _ in range(count)]
         reports = [context.Pipe(duplex=False) for _ in range(count)]
         self.sender = Sender([write for _, write in bells])
-        self.folder = tempfile.mkdtemp(prefix="nanovllm-")
+        self.folders: list[str] = []
         self.processes: list[BaseProcess] = []
         self.ended = ""  # why, if it was not `close`
         held = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # children begin so, too: see `run_worker`
         try:
             for rank, ((bell, _), (_, report)) in enumerate(zip(bells, reports, strict=True), 1):
-                job = Job(config, rank, self.sender.name, self.folder, os.getpid(), bell, report)
+                job = Job(config, rank, self.sender.name, os.getpid(), bell, report)
                 name = f"nanovllm-rank-{rank}"
                 process = context.Process(target=run_worker, args=(job,), name=name, daemon=True)
                 process.start()
@@ -127,8 +132,11 @@ class Workers:
                 report.close()
         finally:
             self.watch = WorkerWatch(self.processes, [read for read, _ in reports[: len(self.processes)]])
-            parts = (os.getpid(), self.processes, self.watch, self.sender, self.folder)
-            self._finalizer = weakref.finalize(self, _shut_down, *parts)  # also when the interpreter exits
+            parts = (os.getpid(), self.processes, self.watch, self.sender, self.folders)
+            self._finalizer = weakref.finalize(self, _shut_down, *parts)
+            # When the interpreter exits, this comes before multiprocessing waits for its children.
+            self._finalizer.atexit = False
+            atexit.register(self._finalizer)
             if len(self.processes) < count:
                 self.end()
             signal.pthread_sigmask(signal.SIG_SETMASK, held)
@@ -147,20 +155,23 @@ class Workers:
 
     def break_off(self, error: BaseException) -> NoReturn:
         """End the workers after `error` in a step; raises what caused it, or it."""
-        cause = self.watch.failure(CAUSE_S if isinstance(error, Exception) else 0) if not self.ended else None
+        wait_s = CAUSE_S if isinstance(error, Exception) and not isinstance(error, WorkerError) else 0.0
+        cause = self.watch.failure(wait_s) if not self.ended else None
         self.ended = self.ended or f"a step broke off with {type(error).__name__}: {error}"
         if cause is not None:
             self.ended = str(cause.error())
         self.end()
-        if cause is not None and isinstance(error, Exception):
+        if cause is not None and isinstance(error, Exception) and not isinstance(error, WorkerError):
             raise cause.error() from error
         raise error
 
-    def forget_names(self, keep_folder: bool) -> None:
-        """All have found each other: what is left has no name that could outlive the processes."""
-        self.sender.unlink()
-        if not keep_folder:  # NCCL's threads look into it now and then
-            shutil.rmtree(self.folder, ignore_errors=True)
+    def make_folder(self) -> str:
+        """Where ranks find each other. Not made before all are there, who remove it if this process is killed."""
+        self.folders.append(tempfile.mkdtemp(prefix="nanovllm-"))
+        return self.folders[0]
+
+    def remove_folders(self) -> None:
+        _remove(self.folders)
 
     def end(self) -> None:
         """At once."""
@@ -173,9 +184,10 @@ class Workers:
     def close(self) -> None:
         """Let the workers end, and give everything back. Once is enough."""
         self._finalizer()
+        atexit.unregister(self._finalizer)
 
 
-def _shut_down(pid: int, processes: list[BaseProcess], watch: WorkerWatch, sender: Sender, folder: str) -> None:
+def _shut_down(pid: int, processes: list[BaseProcess], watch: WorkerWatch, sender: Sender, folders: list[str]) -> None:
     if os.getpid() != pid:
         return  # in a forked child: all of it is the parent's
     watch.stop()
@@ -189,7 +201,13 @@ def _shut_down(pid: int, processes: list[BaseProcess], watch: WorkerWatch, sende
             process.join()
         process.close()
     sender.close()
-    shutil.rmtree(folder, ignore_errors=True)
+    _remove(folders)
+
+
+def _remove(folders: list[str]) -> None:
+    while folders:
+        shutil.rmtree(folders[-1], ignore_errors=True)
+        folders.pop()
 
 
 def _raise_full() -> None:
@@ -249,9 +267,9 @@ class TensorParallelRunner(ModelRunner):
         self._encoder = StepEncoder()
 
     def launch(self, inputs: StepInput) -> StepResult:
-        self._workers.check()
         with interrupts_put_off():
             try:
+                self._workers.check()
                 self._workers.send(STEP, self._encoder.encode(inputs))
                 result = super().launch(inputs)
             except BaseException as error:

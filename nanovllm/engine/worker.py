@@ -22,18 +22,19 @@ import torch
 from nanovllm.config import Config
 from nanovllm.engine.build import build_rank
 from nanovllm.engine.channel import ChannelClosed, Receiver
+from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.step_message import StepDecoder
 from nanovllm.layers.parallel import Ranks
 from nanovllm.models.registry import model_spec
 from nanovllm.utils.checkpoint import open_checkpoint
 
 # What rank 0 sends.
-CLOSE, NUM_BLOCKS, STEP = range(3)
+CLOSE, CONNECT, NUM_BLOCKS, STEP = range(4)
 # What a worker reports: that it runs, that its weights are loaded, its room for KV, that it takes steps, its failure.
 BEGUN, LOADED, ROOM, STARTED, FAILED = range(5)
 REPORT = struct.Struct("<Iq")  # kind, a number; a text follows
 BLOCKS = struct.Struct("<q")
-REFUSED = 1  # the number of a FAILED that is a ValueError: something does not fit
+REFUSED = 1  # the number of a FAILED whose text says what does not fit; others have a traceback
 
 CONNECT_S = 60  # in which ranks that are all ready have to find each other
 COLLECTIVE_S = 1800  # a rank that is gone is noticed otherwise
@@ -47,7 +48,6 @@ class Job:
     config: Config  # with the model's place on disk
     rank: int
     channel: str  # the name of the shared memory
-    folder: str  # where ranks find each other
     parent_pid: int
     doorbell: Connection
     reports: Connection
@@ -78,44 +78,60 @@ def connect_ranks(folder: str, rank: int, size: int, device: torch.device) -> An
 
 def run_worker(job: Job) -> None:
     """The whole life of a worker's process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; rank 0 decides
+    # Ctrl-C and the end of a session reach all processes of a terminal: rank 0 decides what they mean.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
-    threading.Thread(target=_end_with_parent, args=(job,), name="nanovllm-parent", daemon=True).start()
+    folders: list[str] = []
+    threading.Thread(target=_end_with_parent, args=(job, folders), name="nanovllm-parent", daemon=True).start()
     code = 0
     try:
         receiver = Receiver(job.channel, job.rank - 1, job.doorbell, job.size - 1)
         _report(job, BEGUN)
-        _serve(job, receiver)
+        started = _start(job, receiver, folders)
+        if started is not None:
+            _take_steps(*started, receiver)
     except ChannelClosed:
         pass  # the parent ended
-    except BaseException as error:
+    except BaseException:
         code = 1
-        number = REFUSED if isinstance(error, ValueError) else 0
-        text = str(error) if number else traceback.format_exc()
-        _report(job, FAILED, number, text)
+        _report(job, FAILED, 0, "failed:\n" + traceback.format_exc())
     os._exit(code)  # without waiting for what libraries do at the end: other ranks may be gone
 
 
-def _serve(job: Job, receiver: Receiver) -> None:
+def _start(job: Job, receiver: Receiver, folders: list[str]) -> tuple[ModelRunner, StepDecoder] | None:
+    """Build this rank; None when rank 0 or this rank gives it up. `folders` keeps what may have to be removed."""
     ranks = Ranks(job.rank, job.size)
 
     def connect(device: torch.device) -> None:
         _report(job, LOADED)
-        ranks.group = connect_ranks(job.folder, job.rank, job.size, device)
+        folders.append(_expect(receiver, CONNECT).decode())
+        ranks.group = connect_ranks(folders[0], job.rank, job.size, device)
 
     if not torch.cuda.is_available():
         torch.set_num_threads(max(1, torch.get_num_threads() // job.size))
-    checkpoint = open_checkpoint(job.config.model)
-    rank = build_rank(job.config, checkpoint, model_spec(checkpoint.config()), ranks, connect)
-    _report(job, ROOM, rank.num_blocks, rank.memory)
-    kind, message = receiver.receive()
-    if kind != NUM_BLOCKS:
-        return
-    runner = rank.runner(*BLOCKS.unpack(message))
-    rank.capture_graphs(runner)
+    try:
+        checkpoint = open_checkpoint(job.config.model)
+        rank = build_rank(job.config, checkpoint, model_spec(checkpoint.config()), ranks, connect)
+        _report(job, ROOM, rank.num_blocks, rank.memory)
+        runner = rank.runner(*BLOCKS.unpack(_expect(receiver, NUM_BLOCKS)))
+        rank.capture_graphs(runner)
+    except ValueError as error:
+        _report(job, FAILED, REFUSED, f"cannot start: {error}")
+        return None
     _report(job, STARTED)
     shared = rank.attention.shared
-    decoder = StepDecoder(shared.max_batch, shared.max_items) if shared is not None else StepDecoder()
+    return runner, StepDecoder(shared.max_batch, shared.max_items) if shared is not None else StepDecoder()
+
+
+def _expect(receiver: Receiver, wanted: int) -> bytes:
+    kind, message = receiver.receive()
+    if kind != wanted:
+        raise ChannelClosed
+    return message
+
+
+def _take_steps(runner: ModelRunner, decoder: StepDecoder, receiver: Receiver) -> None:
     while True:
         kind, message = receiver.receive()
         if kind != STEP:
@@ -128,11 +144,12 @@ def _report(job: Job, kind: int, number: int = 0, text: str = "") -> None:
         job.reports.send_bytes(REPORT.pack(kind, number) + text.encode())
 
 
-def _end_with_parent(job: Job) -> None:
+def _end_with_parent(job: Job, folders: list[str]) -> None:
     """End at once when the parent is gone, even from the middle of a collective that will never come through."""
     parent = parent_process()
     assert parent is not None
     while not wait([parent.sentinel], LOOK_S) and os.getppid() == job.parent_pid:
         pass
-    shutil.rmtree(job.folder, ignore_errors=True)
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)

@@ -13,6 +13,10 @@ from nanovllm.engine.worker import BEGUN, FAILED, REFUSED, REPORT
 SETTLE_S = 0.3  # in which others that fail with the first one have said so
 
 
+class WorkerError(RuntimeError):
+    """A worker ended."""
+
+
 @dataclass(frozen=True)
 class Failure:
     """Why a worker is no more."""
@@ -20,11 +24,11 @@ class Failure:
     rank: int
     text: str
     killed: bool = False  # by a signal: never because of another rank
-    refused: bool = False  # by a ValueError
+    refused: bool = False  # it says that something does not fit
 
     def error(self) -> Exception:
         text = f"tensor-parallel rank {self.rank} {self.text}"
-        return ValueError(text) if self.refused else RuntimeError(text)
+        return ValueError(text) if self.refused else WorkerError(text)
 
 
 class WorkerWatch:
@@ -50,7 +54,7 @@ class WorkerWatch:
         """(number, text) of every worker's report of that kind, by rank.
 
         Raises:
-            RuntimeError, ValueError: a worker failed, and why.
+            WorkerError, ValueError: a worker failed, and why.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._failures or all(kind in said for said in self._said.values()))
@@ -102,7 +106,7 @@ class WorkerWatch:
         kind, number = REPORT.unpack_from(message)
         text = message[REPORT.size :].decode()
         if kind == FAILED:
-            self._fail(Failure(rank, f"failed: {text}", refused=number == REFUSED))
+            self._fail(Failure(rank, text, refused=number == REFUSED))
             return True
         with self._changed:
             self._said[rank][kind] = (number, text)
