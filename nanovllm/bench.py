@@ -15,6 +15,7 @@ import random
 import statistics
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +180,7 @@ def parse_args(argv: list[str] | None, prog: str = "bench.py") -> argparse.Names
     engine.add_argument("--no-overlap", action="store_true", help="wait for a step's tokens before preparing the next")
     engine.add_argument("--no-shared-prefix-attention", action="store_true", help="read a shared prefix per sequence")
     engine.add_argument("--device", default="auto")
+    engine.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs (on a CPU: processes)")
     engine.add_argument("--dtype", default="auto")
     for name in ("max-model-len", "max-num-seqs", "max-num-batched-tokens", "kvcache-block-size"):
         engine.add_argument(f"--{name}", type=int)
@@ -196,6 +198,7 @@ def build_llm(args: argparse.Namespace, scratch: Path) -> tuple[LLM, str, float]
     """(engine, path of the model, seconds to build it)."""
     options = {
         "device": args.device,
+        "tensor_parallel_size": args.tensor_parallel_size,
         "dtype": args.dtype,
         "attention_backend": args.attention_backend,
         "enforce_eager": args.enforce_eager,
@@ -243,7 +246,8 @@ def measure(
 
 def report(args: argparse.Namespace, llm: LLM, path: str, start_s: float) -> dict[str, Any]:
     device = llm.model_runner.device
-    spec, dtype = llm.model_runner.model.spec, llm.model_runner.kv_cache.dtype
+    model, dtype = llm.model_runner.model, llm.model_runner.kv_cache.dtype
+    spec = replace(model.spec, vocab_size=model.logit_columns)  # of rank 0: floors are those of one rank's memory
     make = WORKLOADS[args.workload][0]
     run_engine(llm, [Request(r.prompt[:64], 2) for r in make(args, 10**6)[:4]], args.temperature)  # warm up
     batches = [make(args, repeat) for repeat in range(args.repeats)]
@@ -257,6 +261,7 @@ def report(args: argparse.Namespace, llm: LLM, path: str, start_s: float) -> dic
     result: dict[str, Any] = {
         "workload": args.workload,
         "model": args.model or args.shape,
+        "tensor_parallel_size": args.tensor_parallel_size,
         "attention_backend": llm.model_runner.attention.name,
         "dtype": str(dtype).removeprefix("torch."),
         "requests": len(batches[0]),

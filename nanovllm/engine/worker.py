@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from nanovllm.config import Config
-from nanovllm.engine.build import build_rank
+from nanovllm.engine.build import build_rank, choose_device
 from nanovllm.engine.channel import ChannelClosed, Receiver
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.step_message import StepDecoder
@@ -108,9 +108,12 @@ def _start(job: Job, receiver: Receiver, folders: list[str]) -> tuple[ModelRunne
         folders.append(_expect(receiver, CONNECT).decode())
         ranks.group = connect_ranks(folders[0], job.rank, job.size, device)
 
-    if not torch.cuda.is_available():
-        torch.set_num_threads(max(1, torch.get_num_threads() // job.size))
     try:
+        device = choose_device(job.config.device, ranks)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        else:
+            torch.set_num_threads(max(1, torch.get_num_threads() // job.size))
         checkpoint = open_checkpoint(job.config.model)
         rank = build_rank(job.config, checkpoint, model_spec(checkpoint.config()), ranks, connect)
         _report(job, ROOM, rank.num_blocks, rank.memory)

@@ -1,9 +1,15 @@
 """A model over several processes gives the tokens that one gives, whatever is asked of it."""
 
+import os
+import signal
+import threading
+
 import pytest
+import torch
 
 from nanovllm import LLM, SamplingParams
-from tests.helpers import save_random_model, save_tokenizer, small_config
+from tests.engine.test_backends import count_shared_passes
+from tests.helpers import random_prompt, save_random_model, save_tokenizer, small_config
 
 PROMPTS = [[7, 8, 9] * 9, [5] * 40, [3, 4], [11, 12, 13, 14] * 12, [20], [7, 8, 9] * 9 + [1]]
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -93,3 +99,91 @@ def test_preemption_chunks_and_overlap(folder, overlap):
         assert completions(several, PROMPTS, params) == expected
         assert several.stats()["preemptions"] > 0
         several.scheduler.block_manager.check_integrity([])
+
+
+FAMILIES = {
+    "gemma3": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 9,
+        "tie_word_embeddings": True,
+    },
+    "olmo2": {},
+    "phi3": {"sliding_window": None, "num_key_value_heads": 1},
+    "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 2},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families(family, tmp_path):
+    """Logits of all of them are compared in tests/models/test_split.py."""
+    save_random_model(tmp_path, small_config(family, **FAMILIES[family]))
+    options = {"device": "cpu", "num_kvcache_blocks": 40, "max_num_seqs": 8}
+    with LLM(tmp_path, **options) as one:
+        expected = completions(one, PROMPTS, GREEDY)
+    with LLM(tmp_path, tensor_parallel_size=2, **options) as several:
+        assert completions(several, PROMPTS, GREEDY) == expected
+
+
+def test_dummy_weights(tmp_path):
+    """What has to be the same on all ranks is, so that they go the same way: tokens in the vocabulary, every time."""
+    moe = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    small_config("qwen3_moe", **moe).save_pretrained(tmp_path)
+    options = {"device": "cpu", "num_kvcache_blocks": 40, "max_num_seqs": 8, "load_format": "dummy"}
+    outs = []
+    for _ in range(2):
+        with LLM(tmp_path, tensor_parallel_size=2, **options) as llm:
+            outs.append(completions(llm, PROMPTS, GREEDY))
+            gates = [layer.mlp.gate for layer in llm.model_runner.model.model.layers]
+            assert not any(gate.held for gate in gates)
+    assert outs[0] == outs[1]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU runs the kernels natively")
+def test_shared_prefixes_in_the_interpreter(tmp_path, monkeypatch):
+    """On both ranks: the pass is part of rank 0's logits, and the other's are added to them."""
+    save_random_model(tmp_path, small_config("qwen3", num_hidden_layers=1))
+    launches = count_shared_passes(monkeypatch)
+    prefix = random_prompt(352, 1)
+    prompts = [[*prefix, i] for i in range(4)] + [random_prompt(20, 2)]
+    options = {"max_num_seqs": 6, "max_num_batched_tokens": 512, "kvcache_block_size": 16, "num_kvcache_blocks": 60}
+    params = [SamplingParams(temperature=t, seed=2, max_tokens=4, ignore_eos=True) for t in (0, 1, 0, 1, 1)]
+    with LLM(tmp_path, device="cpu", **options) as one:
+        expected = completions(one, prompts, params)
+    with LLM(tmp_path, device="cpu", attention_backend="triton", tensor_parallel_size=2, **options) as several:
+        assert completions(several, prompts, params) == expected
+        assert several._step_builder._shared_prefixes.num_found > 0
+    assert launches[-1] >= 3
+
+
+# ---- on GPUs -----------------------------------------------------------------------------------------------
+
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+@pytest.mark.gpu
+@two_gpus
+@pytest.mark.parametrize("eager", [False, True])
+def test_two_gpus_give_the_tokens_of_one(folder, eager):
+    """Graphs hold the collectives; edited and scored steps gather logits outside of them."""
+    options = {"dtype": "float32", "num_kvcache_blocks": 60, "max_num_seqs": 8, "enforce_eager": eager}
+    options["kvcache_block_size"] = 16
+    kinds = [kind for kind in REQUESTS if kind != "grammar"]
+    with LLM(folder, **options) as one:
+        expected = {kind: completions(one, PROMPTS, REQUESTS[kind]) for kind in kinds}
+    with LLM(folder, tensor_parallel_size=2, **options) as several:
+        assert (several.model_runner.graphs is None) == eager
+        for kind in kinds:
+            assert completions(several, PROMPTS, REQUESTS[kind]) == expected[kind], kind
+
+
+@pytest.mark.gpu
+@two_gpus
+def test_killed_worker_on_a_gpu_is_noticed_and_gives_its_memory_back(folder):
+    llm = LLM(folder, dtype="float32", tensor_parallel_size=2, num_kvcache_blocks=60, max_num_seqs=8)
+    pid = llm.model_runner._workers.processes[0].pid
+    threading.Timer(0.5, os.kill, (pid, signal.SIGKILL)).start()
+    with pytest.raises(RuntimeError, match="was killed by SIGKILL"):
+        llm.generate(PROMPTS * 1000, SamplingParams(max_tokens=500, ignore_eos=True), use_tqdm=False)
+    llm.close()
+    with LLM(folder, dtype="float32", tensor_parallel_size=2, num_kvcache_blocks=60, max_num_seqs=8) as again:
+        assert len(completions(again, PROMPTS, GREEDY)) == len(PROMPTS)
