@@ -167,7 +167,7 @@ class Workers:
 
     def make_folder(self) -> str:
         """Where ranks find each other. Not made before all are there, who remove it if this process is killed."""
-        self.folders.append(tempfile.mkdtemp(prefix="nanovllm-"))
+        self.folders.append(tempfile.mkdtemp(prefix=f"nanovllm-{os.getpid()}-"))
         return self.folders[0]
 
     def remove_folders(self) -> None:

@@ -4,13 +4,15 @@ What a worker does is written here; from rank 0 come numbers (a kind and arrays)
 says goes back through a pipe as a kind and a text or a number. It ends with its parent, whatever that one ends by.
 """
 
+import logging
 import os
 import shutil
 import signal
 import struct
 import threading
 import traceback
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import parent_process
@@ -70,10 +72,24 @@ def connect_ranks(folder: str, rank: int, size: int, device: torch.device) -> An
     else:
         options = c10d.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=COLLECTIVE_S)
-        group = c10d.ProcessGroupNCCL(store, rank, size, options)
+        with _default_environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):  # its thread would end the whole process
+            group = c10d.ProcessGroupNCCL(store, rank, size, options)
     Ranks(rank, size, group).all_reduce(torch.ones(1, device=device))  # NCCL connects with the first one
     group._set_default_timeout(timedelta(seconds=COLLECTIVE_S))
     return group
+
+
+@contextmanager
+def _default_environment(name: str, value: str) -> Iterator[None]:
+    """For what is read there only, unless the user has set it."""
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
 
 
 def run_worker(job: Job) -> None:
@@ -82,6 +98,7 @@ def run_worker(job: Job) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+    logging.getLogger("nanovllm").setLevel(logging.ERROR)  # what there is to say about a model, rank 0 says
     folders: list[str] = []
     threading.Thread(target=_end_with_parent, args=(job, folders), name="nanovllm-parent", daemon=True).start()
     code = 0

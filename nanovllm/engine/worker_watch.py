@@ -78,7 +78,8 @@ class WorkerWatch:
     def stop(self) -> None:
         """Listen no more: from here on workers may end."""
         self._stop_write.close()
-        self._thread.join()
+        if threading.current_thread() is not self._thread:  # the collector may run anywhere
+            self._thread.join()
         for report in self._reports:
             report.close()
 
@@ -96,6 +97,8 @@ class WorkerWatch:
                     del pipes[report]
             for sentinel in [sentinel for sentinel in sentinels if sentinel in ready]:
                 self._end(sentinels.pop(sentinel))
+            if self._stop_write.closed:
+                return  # `stop` ran in this thread
 
     def _hear(self, rank: int, report: Connection) -> bool:
         """Take in one report; whether there can be more."""

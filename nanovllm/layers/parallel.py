@@ -81,7 +81,7 @@ class Ranks:
         x = x.contiguous()
         options = torch.distributed.AllreduceOptions()
         options.asyncOp = False  # NCCL: on the current stream, without events of its own
-        self.group.allreduce([x], options).wait()
+        _wait(self.group.allreduce([x], options))
         return x
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
@@ -89,7 +89,7 @@ class Ranks:
         out = x.new_empty((self.size, *x.shape))
         options = torch.distributed.distributed_c10d.AllgatherOptions()
         options.asyncOp = False
-        self.group._allgather_base(out.view(-1), x.contiguous().view(-1), options).wait()
+        _wait(self.group._allgather_base(out.view(-1), x.contiguous().view(-1), options))
         return out
 
     def gather(self, x: torch.Tensor) -> list[torch.Tensor] | None:
@@ -99,7 +99,7 @@ class Ranks:
         options.asyncOp = False
         x = x.contiguous()
         outs = [] if self.rank else [torch.empty_like(x) for _ in range(self.size)]
-        self.group.gather([] if self.rank else [outs], [x], options).wait()
+        _wait(self.group.gather([] if self.rank else [outs], [x], options))
         return None if self.rank else outs
 
     def broadcast(self, x: torch.Tensor) -> None:
@@ -107,4 +107,10 @@ class Ranks:
         options = torch.distributed.BroadcastOptions()
         options.rootRank = 0
         options.asyncOp = False
-        self.group.broadcast([x], options).wait()
+        _wait(self.group.broadcast([x], options))
+
+
+def _wait(work: Any) -> None:
+    """NCCL returns nothing for what it has put on the current stream."""
+    if work is not None:
+        work.wait()

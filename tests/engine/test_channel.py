@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm.engine.channel import HEADER, ChannelBroken, ChannelClosed, Receiver, Sender
+from nanovllm.engine.channel import HEADER, NUM_SLOTS, SLOT_BYTES, ChannelBroken, ChannelClosed, Receiver, Sender
 from nanovllm.engine.prompt_scores import PromptScores
 from nanovllm.engine.step import ON_DEVICE, StepInput
 from nanovllm.engine.step_message import StepDecoder, StepEncoder
@@ -182,3 +182,13 @@ def test_step_of_a_wrong_length_is_refused():
     message = b"".join(StepEncoder().encode(STEPS["mixed"]))
     with pytest.raises(ValueError, match="a step of 21 values was sent as 22"):
         StepDecoder().decode(message + b"\0\0\0\0")
+
+
+def test_large_prefill_goes_through_a_ring_of_the_usual_size():
+    with ring(2, NUM_SLOTS, SLOT_BYTES) as (sender, receivers):
+        sender.send(7, StepEncoder().encode(STEPS["prompts"]), never)
+        for receiver in receivers:
+            kind, message = receiver.receive()
+            assert kind == 7
+            assert len(message) > SLOT_BYTES
+            assert_same(StepDecoder().decode(message), STEPS["prompts"])

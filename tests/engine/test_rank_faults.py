@@ -42,18 +42,17 @@ def expected(folder):
 
 
 @pytest.fixture(autouse=True)
-def nothing_stays_behind(folder):
-    before = leftovers()
+def nothing_stays_behind():
     yield
     assert multiprocessing.active_children() == []
-    assert leftovers() <= before
+    assert leftovers() == []
 
 
-def leftovers():
-    """Shared memory and folders of engines."""
-    memory = Path("/dev/shm")
-    names = [*memory.glob("nvllm-*")] if memory.is_dir() else []
-    return {str(path) for path in [*names, *Path(tempfile.gettempdir()).glob("nanovllm-*")]}
+def leftovers(pid=None):
+    """Shared memory and folders of a process's engines."""
+    pid, memory = pid or os.getpid(), Path("/dev/shm")
+    names = [*memory.glob(f"nvllm-{pid:x}-*")] if memory.is_dir() else []
+    return [*names, *Path(tempfile.gettempdir()).glob(f"nanovllm-{pid}-*")]
 
 
 def tokens(llm):
@@ -151,7 +150,13 @@ def test_worker_that_is_killed_while_it_starts(folder, seconds, monkeypatch):
         load(*args)
 
     monkeypatch.setattr(ModelRunner, "__init__", slow)  # of this process only: the others are through by then
-    killed = later(lambda: os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL), seconds)
+
+    def kill():
+        while not (children := multiprocessing.active_children()):
+            time.sleep(0.01)
+        os.kill(children[0].pid, signal.SIGKILL)
+
+    killed = later(kill, seconds)
     with pytest.raises(RuntimeError, match="was killed by SIGKILL"):
         LLM(folder, tensor_parallel_size=4 if seconds > 1 else 2, **OPTIONS, load_format="dummy")
     assert time.monotonic() - killed[0] < SOON_S
@@ -193,6 +198,22 @@ def test_interrupt_from_the_keyboard_leaves_the_engine_usable(folder, expected):
                 again_and_again(lambda: llm.generate([[5, 6, 7]] * 4, LONG, use_tqdm=False))
             assert tokens(llm) == expected
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_second_interrupt_does_not_wait():
+    passed = []
+
+    def press(times):
+        with tensor_parallel.interrupts_put_off():
+            for i in range(times):
+                os.kill(os.getpid(), signal.SIGINT)
+                passed.append((times, i))
+
+    for times in (1, 3):
+        with pytest.raises(KeyboardInterrupt):
+            press(times)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert passed == [(1, 0), (3, 0)]
 
 
 @pytest.mark.parametrize("seconds", [0.02, 0.5, 1.5])
@@ -300,7 +321,6 @@ def wait_until_gone(numbers):
 @pytest.mark.parametrize("seconds", [0.0, 0.3])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_workers_end_with_their_parent(tmp_path, folder, expected, number, seconds):
-    before = leftovers()
     program = start(tmp_path, folder, "forever")
     workers = [int(pid) for pid in program.stdout.readline().split()]
     assert len(workers) == 1
@@ -309,7 +329,7 @@ def test_workers_end_with_their_parent(tmp_path, folder, expected, number, secon
     os.kill(program.pid, number)
     assert program.wait(SOON_S) == -number
     wait_until_gone(workers)
-    assert leftovers() <= before
+    assert leftovers(program.pid) == []
     program.communicate()
     with LLM(folder, tensor_parallel_size=2, **OPTIONS) as llm:
         assert tokens(llm) == expected
@@ -317,7 +337,6 @@ def test_workers_end_with_their_parent(tmp_path, folder, expected, number, secon
 
 @pytest.mark.parametrize("seconds", [1.5, 2.5, 3.5])
 def test_parent_that_is_killed_while_it_starts_leaves_nothing(tmp_path, folder, seconds):
-    before = leftovers()
     program = start(tmp_path, folder, "forever", "3")
     time.sleep(seconds)
     children = Path(f"/proc/{program.pid}/task/{program.pid}/children")
@@ -326,7 +345,7 @@ def test_parent_that_is_killed_while_it_starts_leaves_nothing(tmp_path, folder, 
     program.communicate()
     wait_until_gone(workers)
     deadline = time.monotonic() + SOON_S
-    while not leftovers() <= before:
+    while leftovers(program.pid):
         assert time.monotonic() < deadline
         time.sleep(0.05)
 

@@ -88,14 +88,14 @@ def test_prefix_hits_are_the_same(llms):
     assert [out["token_ids"] for out in outs[1]] == [out["token_ids"] for out in outs[0]]
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_preemption_chunks_and_overlap(folder, overlap):
+@pytest.mark.parametrize(("size", "overlap"), [(2, False), (2, True), (4, True)])
+def test_preemption_chunks_and_overlap(folder, size, overlap):
     """A pool that is too small, prompts in pieces of 16 tokens, sampled."""
     options = {"device": "cpu", "max_num_seqs": 4, "num_kvcache_blocks": 8, "max_num_batched_tokens": 16}
     params = SamplingParams(temperature=0.8, max_tokens=40, ignore_eos=True)
     with LLM(folder, **options) as one:
         expected = completions(one, PROMPTS, params)
-    with LLM(folder, tensor_parallel_size=2, overlap=overlap, **options) as several:
+    with LLM(folder, tensor_parallel_size=size, overlap=overlap, **options) as several:
         assert completions(several, PROMPTS, params) == expected
         assert several.stats()["preemptions"] > 0
         several.scheduler.block_manager.check_integrity([])

@@ -47,3 +47,28 @@ def test_collectives(size, dtype):
         assert told == [7, 8]
         if gathered is not None:
             assert [(tuple(x.shape), x[0, 0].item()) for x in gathered] == [((3, 2), n) for n in numbers]
+
+
+def test_groups_that_have_nothing_to_wait_for():
+    """As NCCL's, which puts the work on the current stream."""
+
+    class Group:
+        def allreduce(self, tensors, options):
+            assert options.asyncOp is False
+            tensors[0].mul_(2)
+
+        def _allgather_base(self, out, x, options):
+            out.copy_(x.repeat(2))
+
+        def gather(self, outs, inputs, options):
+            for out in outs[0]:
+                out.copy_(inputs[0])
+
+        def broadcast(self, tensors, options):
+            tensors[0].fill_(5)
+
+    ranks, x = Ranks(0, 2, Group()), torch.ones(2, 3)
+    ranks.broadcast(x)
+    assert ranks.all_reduce(x).tolist() == [[10.0] * 3] * 2
+    assert ranks.all_gather(x).shape == (2, 2, 3)
+    assert torch.equal(torch.stack(ranks.gather(x)), torch.full((2, 2, 3), 10.0))
