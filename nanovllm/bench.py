@@ -24,6 +24,7 @@ import transformers
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.bench_floor import Request, decode_batches, decode_kv_bytes, decode_weight_bytes
+from nanovllm.bench_sampling import SAMPLING_OPTIONS, VOCAB_SIZE, add_sampling_options, sampling_params, write_tokenizer
 from nanovllm.engine.memory import kv_bytes_per_block
 from nanovllm.utils.checkpoint import open_checkpoint
 
@@ -87,7 +88,7 @@ def write_shape(name: str, folder: Path) -> str:
         num_key_value_heads=kv_heads,
         tie_word_embeddings=tied,
         head_dim=128,
-        vocab_size=151936,
+        vocab_size=VOCAB_SIZE,
         max_position_embeddings=40960,
         dtype="bfloat16",
         **sizes,
@@ -117,16 +118,17 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def run_engine(llm: LLM, requests: list[Request], temperature: float, n: int = 1) -> float:
-    """Seconds that `generate` takes for `n` completions of each."""
-    params = [SamplingParams(temperature=temperature, ignore_eos=True, max_tokens=r.output_len, n=n) for r in requests]
+def run_engine(llm: LLM, requests: list[Request], params: list[SamplingParams]) -> float:
+    """Seconds that `generate` takes."""
     start = time.perf_counter()
     outs = llm.generate([r.prompt for r in requests], params, use_tqdm=False)
     elapsed = time.perf_counter() - start
-    for out, request in zip(outs, requests, strict=True):
+    for out, asked in zip(outs, params, strict=True):
         lengths = [len(completion["token_ids"]) for completion in out.get("completions", [out])]
-        if lengths != [request.output_len] * n:
-            raise RuntimeError(f"asked for {n} times {request.output_len} tokens, got {lengths}")
+        if lengths != [asked.max_tokens] * asked.n:
+            raise RuntimeError(
+                f"asked for {asked.n} times {asked.max_tokens} tokens, got {lengths}: does a --stop occur?"
+            )
     return elapsed
 
 
@@ -170,9 +172,9 @@ def parse_args(argv: list[str] | None, prog: str = "bench.py") -> argparse.Names
         parser.add_argument(f"--{name}", type=int, help="instead of the workload's own")
     parser.add_argument("--groups", type=int, default=1, help="different prefixes (of prefix-len tokens)")
     parser.add_argument("--n", type=int, default=1, help="completions of each prompt")
-    parser.add_argument("--temperature", type=float, default=0.6)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--compare-transformers", action="store_true", help="time transformers' generate as well")
+    add_sampling_options(parser)
     engine = parser.add_argument_group("engine options (ablations)")
     engine.add_argument("--attention-backend", default="auto")
     engine.add_argument("--enforce-eager", action="store_true")
@@ -182,6 +184,8 @@ def parse_args(argv: list[str] | None, prog: str = "bench.py") -> argparse.Names
     engine.add_argument("--device", default="auto")
     engine.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs (on a CPU: processes)")
     engine.add_argument("--dtype", default="auto")
+    engine.add_argument("--kv-cache-dtype", default="auto")
+    engine.add_argument("--quantization")
     for name in ("max-model-len", "max-num-seqs", "max-num-batched-tokens", "kvcache-block-size"):
         engine.add_argument(f"--{name}", type=int)
     args = parser.parse_args(argv)
@@ -200,6 +204,8 @@ def build_llm(args: argparse.Namespace, scratch: Path) -> tuple[LLM, str, float]
         "device": args.device,
         "tensor_parallel_size": args.tensor_parallel_size,
         "dtype": args.dtype,
+        "kv_cache_dtype": args.kv_cache_dtype,
+        "quantization": args.quantization,
         "attention_backend": args.attention_backend,
         "enforce_eager": args.enforce_eager,
         "enable_prefix_caching": not args.no_prefix_caching,
@@ -216,6 +222,8 @@ def build_llm(args: argparse.Namespace, scratch: Path) -> tuple[LLM, str, float]
         path = str(default_model_path())
     else:
         path = args.model or write_shape(args.shape, scratch)
+        if not args.model and (args.with_text or args.stop):
+            write_tokenizer(scratch)
     start = time.perf_counter()
     llm = LLM(path, load_format="auto" if args.model else "dummy", **options)
     return llm, path, time.perf_counter() - start
@@ -235,10 +243,10 @@ def measure(
     model = None
     if args.compare_transformers:
         runner = llm.model_runner
-        model = load_transformers(path, runner.kv_cache.dtype, runner.device)
+        model = load_transformers(path, runner.model.dtype, runner.device)
         run_transformers(model, [Request(batches[0][0].prompt, 2)])
     for requests in batches:
-        times.append(run_engine(llm, requests, args.temperature, args.n))
+        times.append(run_engine(llm, requests, sampling_params(args, requests)))
         if model is not None:
             theirs.append(run_transformers(model, requests))
     return times, theirs
@@ -246,27 +254,34 @@ def measure(
 
 def report(args: argparse.Namespace, llm: LLM, path: str, start_s: float) -> dict[str, Any]:
     device = llm.model_runner.device
-    model, dtype = llm.model_runner.model, llm.model_runner.kv_cache.dtype
+    model = llm.model_runner.model
     spec = replace(model.spec, vocab_size=model.logit_columns)  # of rank 0: floors are those of one rank's memory
+    dtype, kv_dtype = model.dtype, llm.model_runner.kv_cache.dtype
     make = WORKLOADS[args.workload][0]
-    run_engine(llm, [Request(r.prompt[:64], 2) for r in make(args, 10**6)[:4]], args.temperature)  # warm up
+    few = [Request(r.prompt[:64], 2) for r in make(args, 10**6)[:4]]
+    run_engine(llm, few, sampling_params(args, few))  # warm up
     batches = [make(args, repeat) for repeat in range(args.repeats)]
     times, theirs = measure(args, llm, path, batches)
     elapsed = statistics.median(times)
     prompt_tokens = sum(len(r.prompt) for r in batches[0])
     output_tokens = args.n * sum(r.output_len for r in batches[0])
     rate = copy_rate(device)
-    kv_bytes = args.n * decode_kv_bytes(batches[0], kv_bytes_per_block(spec, dtype, 1))
-    weight_bytes = decode_weight_bytes(decode_batches(batches[0], args.n), spec, dtype)
+    kv_bytes = args.n * decode_kv_bytes(batches[0], kv_bytes_per_block(spec, kv_dtype, 1))
+    weight_bytes = decode_weight_bytes(
+        decode_batches(batches[0], args.n), spec, dtype, 1 if args.quantization else None
+    )
     result: dict[str, Any] = {
         "workload": args.workload,
         "model": args.model or args.shape,
         "tensor_parallel_size": args.tensor_parallel_size,
         "attention_backend": llm.model_runner.attention.name,
         "dtype": str(dtype).removeprefix("torch."),
+        "kv_cache_dtype": str(kv_dtype).removeprefix("torch."),
+        "quantization": args.quantization,
         "requests": len(batches[0]),
         "prompt_tokens": prompt_tokens,
         "output_tokens": output_tokens,
+        "sampling": {name: getattr(args, name) for name in SAMPLING_OPTIONS if getattr(args, name)},
         "seconds": [round(t, 4) for t in times],
         "output_tok_s": round(output_tokens / elapsed, 1),
         "prompt_tok_s": round(prompt_tokens / elapsed, 1),

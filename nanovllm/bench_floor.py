@@ -30,13 +30,19 @@ def experts_touched(batch: int, num_experts: int, top_k: int) -> float:
     return num_experts * (1 - (1 - top_k / num_experts) ** batch)
 
 
-def decode_weight_bytes(batches: Sequence[int], spec: DecoderSpec, dtype: torch.dtype) -> int:
-    """Weights that decode steps of these batch sizes have to read: all matrices once a step, and experts in use."""
+def decode_weight_bytes(
+    batches: Sequence[int], spec: DecoderSpec, dtype: torch.dtype, linear_bytes: int | None = None
+) -> int:
+    """Weights that decode steps of these batch sizes have to read: all matrices once a step, and experts in use.
+
+    `linear_bytes`: of an element of the linear layers, where they are not in `dtype` as the LM head is.
+    """
     hidden, moe = spec.hidden_size, spec.moe
     attention = 2 * (spec.num_q_heads + spec.num_kv_heads) * spec.head_dim * hidden
     num_sparse = len(moe.layers) if moe else 0
     mlps = 3 * hidden * spec.intermediate_size * (spec.num_layers - num_sparse)
-    elements: float = (attention * spec.num_layers + mlps + spec.vocab_size * hidden) * len(batches)
+    linears = (attention * spec.num_layers + mlps) * (linear_bytes or dtype.itemsize) // dtype.itemsize
+    elements: float = (linears + spec.vocab_size * hidden) * len(batches)
     if moe:
         touched = sum(experts_touched(batch, moe.num_experts, moe.top_k) for batch in batches)
         elements += num_sparse * hidden * (moe.num_experts * len(batches) + 3 * moe.intermediate_size * touched)

@@ -18,7 +18,8 @@ class SamplingParams:
 
     Order of operations on a row of logits: log-probabilities are taken; the grammar's mask or `allowed_token_ids`;
     `bad_words`, `min_tokens` and `logit_bias`; repetition, frequency and presence penalty; temperature; `top_k`;
-    `top_p`; `min_p`; draw.
+    `top_p`, of the probabilities that `top_k` leaves; `min_p`; draw. Of equally likely tokens a filter keeps those with
+    the lower ids.
 
     Args:
         temperature: divides the logits; 0 (anything below 1e-5) always takes the most likely token.
@@ -192,9 +193,9 @@ class SamplingParams:
 
     @property
     def edits_logits(self) -> bool:
-        """Whether the logits change before temperature and draw, for some token of the completion."""
+        """Whether logits change before penalties and draw, for some token of the completion."""
         named = self.logit_bias or self.allowed_token_ids is not None
-        return bool(named or self.bad_words or self.grammar_source) or self.min_tokens > 0 or self.penalised
+        return bool(named or self.bad_words or self.grammar_source) or self.min_tokens > 0
 
     @property
     def greedy(self) -> bool:

@@ -8,6 +8,10 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read by triton when a kernel is decorated, so before any import of one
 
+    from tests.interpreter import round_to_float8
+
+    round_to_float8()
+
 
 def pytest_collection_modifyitems(items):
     if torch.cuda.is_available():

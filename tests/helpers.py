@@ -26,7 +26,7 @@ from transformers import (
 )
 
 import nanovllm
-from nanovllm.engine.step import StepInput
+from nanovllm.engine.step import ROW_PARAMS, StepInput
 from nanovllm.layers.parallel import Ranks
 
 CONFIGS = {
@@ -113,10 +113,10 @@ def runner_logits(runner, prompt: list[int]) -> torch.Tensor | None:
         token_ids=np.array(prompt, np.int32),
         samples=np.ones(1, np.int32),
         table_changes=np.stack([np.zeros_like(columns), columns, columns]),
-        row_params=np.zeros((7, 0), np.int32),
+        row_params=np.zeros((ROW_PARAMS, 0), np.int32),
     )
     changes = torch.from_numpy(inputs.table_changes).to(runner.device)
-    runner.rows.apply(changes, torch.zeros(7, 0, dtype=torch.int32, device=runner.device))
+    runner.rows.apply(changes, torch.zeros(ROW_PARAMS, 0, dtype=torch.int32, device=runner.device))
     input_ids, step, _ = runner._prepare(inputs)
     logits = runner.model.gather_logits(runner.model.compute_logits(runner.model(input_ids, step)))
     return None if logits is None else logits.float().cpu()

@@ -6,8 +6,10 @@ import pytest
 import torch
 import transformers
 
+from nanovllm import SamplingParams
 from nanovllm.bench import main, mixed_workload, parse_args, uniform_workload, write_shape
 from nanovllm.bench_floor import Request, decode_batches, decode_kv_bytes, decode_weight_bytes, experts_touched
+from nanovllm.bench_sampling import VOCAB_SIZE, sampling_params, write_tokenizer
 from nanovllm.models.registry import model_spec
 from tests.helpers import save_random_model, small_config
 
@@ -56,6 +58,9 @@ def test_weight_floor_is_the_size_of_the_matrices(family, changes):
     model = transformers.AutoModelForCausalLM.from_config(config)
     matrices = sum(p.numel() for p in model.parameters() if p.dim() > 1) - model.model.embed_tokens.weight.numel()
     assert decode_weight_bytes([3, 1], model_spec(config), torch.bfloat16) == 2 * 2 * matrices
+    if family == "qwen3":  # linear layers in float8, the LM head not
+        head = model.lm_head.weight.numel()
+        assert decode_weight_bytes([3, 1], model_spec(config), torch.bfloat16, 1) == 2 * (matrices + head)
 
 
 def test_experts_touched():
@@ -90,3 +95,36 @@ def test_bench_runs_and_ends_with_json(tmp_path, capsys):
     several = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (several["tensor_parallel_size"], several["output_tokens"]) == (2, 10)
     assert several["decode_kv_gb"] <= result["decode_kv_gb"]
+
+
+def test_sampling_options_reach_the_requests():
+    line = "--top-p 0.9 --top-k 50 --min-p 0.1 --repetition-penalty 1.1 --presence-penalty 0.5 --frequency-penalty -0.5"
+    args = parse_args([*line.split(), "--seeds", "--stop", "###", "--stop", "END", "--n", "2"])
+    first, second = sampling_params(args, [Request([1], 5), Request([2], 7)])
+    assert first == SamplingParams(
+        temperature=0.6,
+        top_p=0.9,
+        top_k=50,
+        min_p=0.1,
+        repetition_penalty=1.1,
+        presence_penalty=0.5,
+        frequency_penalty=-0.5,
+        seed=0,
+        stop=["###", "END"],
+        n=2,
+        max_tokens=5,
+        ignore_eos=True,
+    )
+    assert (second.seed, second.max_tokens) == (1, 7)
+    (plain,) = sampling_params(parse_args([]), [Request([1], 5)])
+    assert plain == SamplingParams(temperature=0.6, max_tokens=5, ignore_eos=True)
+
+
+def test_tokenizer_of_a_shape_has_a_text_for_each_id(tmp_path):
+    write_tokenizer(tmp_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    ids = list(range(0, VOCAB_SIZE, 997))
+    texts = [tokenizer.decode([i]) for i in ids]
+    assert len(tokenizer) == VOCAB_SIZE
+    assert len({*texts}) == len(ids)
+    assert tokenizer.decode(ids) == "".join(texts)

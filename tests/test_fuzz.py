@@ -254,6 +254,8 @@ OPTIONS = {
     "num_kvcache_blocks": st.integers(1, 9),
     "enable_prefix_caching": st.booleans(),
     "dtype": st.sampled_from(["auto", "float32", "bfloat16", "float16"]),
+    "kv_cache_dtype": st.sampled_from(["auto", "fp8"]),
+    "quantization": st.sampled_from([None, "fp8"]),
     "attention_backend": st.sampled_from(["auto", "torch"]),
     "overlap": st.one_of(st.none(), st.booleans()),
     "seed": st.integers(-(2**63), 2**63 - 1),

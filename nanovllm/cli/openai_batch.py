@@ -5,12 +5,14 @@ from dataclasses import fields as dataclass_fields
 from typing import Any
 
 from nanovllm.cli.records import Fields, Job
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import GRAMMARS, SamplingParams
 
 URL = "/v1/chat/completions"
 SAMPLING = {f.name for f in dataclass_fields(SamplingParams)} - {"logprobs", "prompt_logprobs", "detokenize"}
 WITHOUT_EFFECT = {"model", "messages", "user", "metadata", "store", "service_tier"}  # on what is generated
-ALLOWED = {"stream": (False, None), "response_format": ({"type": "text"}, None)}  # other values would be ignored
+ALLOWED = {"stream": (False, None)}  # other values would be ignored
+ANY_OBJECT = {"type": "object"}
+SCHEMA_FIELDS = {"name", "description", "schema", "strict"}  # it is followed, strict or not
 
 
 def is_batch_line(fields: Fields) -> bool:
@@ -50,6 +52,8 @@ def _sampling(body: Fields) -> Fields:
         elif name == "logprobs":
             if value:
                 sampling["logprobs"] = body.get("top_logprobs") or 0
+        elif name == "response_format":
+            sampling.update(_response_format(value, body))
         elif name == "max_completion_tokens":
             sampling["max_tokens"] = value
         elif name in SAMPLING:
@@ -57,6 +61,31 @@ def _sampling(body: Fields) -> Fields:
         else:
             raise ValueError(f"{name} is not supported")
     return sampling
+
+
+def _response_format(value: Any, body: Fields) -> Fields:
+    """The sampling parameters of a `response_format`: none for text, else a schema."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind not in ("text", "json_object", "json_schema"):
+        raise ValueError(f"response_format must be of type text, json_object or json_schema, got {value!r}")
+    own = {"type", "json_schema"} if kind == "json_schema" else {"type"}
+    if set(value) - own:
+        raise ValueError(f"response_format of type {kind} has no {', '.join(sorted(set(value) - own))}")
+    if kind == "text":
+        return {}
+    others = [name for name in GRAMMARS if body.get(name) is not None]
+    if others:
+        raise ValueError(f"response_format {kind} and {others[0]} cannot be combined")
+    return {"json_schema": ANY_OBJECT if kind == "json_object" else _schema(value.get("json_schema"))}
+
+
+def _schema(wrapper: Any) -> Fields:
+    if not isinstance(wrapper, dict) or not isinstance(wrapper.get("schema"), dict):
+        raise TypeError(f"response_format.json_schema must be an object with an object schema, got {wrapper!r}")
+    unknown = sorted(set(wrapper) - SCHEMA_FIELDS)
+    if unknown:
+        raise ValueError(f"response_format.json_schema has no {', '.join(unknown)}")
+    return wrapper["schema"]
 
 
 def batch_success(fields: Fields, output: Fields, index: int) -> Fields:

@@ -12,6 +12,7 @@ import torch
 from nanovllm.config import Config, Limits
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.graph_runner import graph_batch_sizes, shared_batch_sizes
+from nanovllm.engine.kv_scales import calibration_blocks, measure_kv_scales
 from nanovllm.engine.memory import (
     allocate_kv_cache,
     available_host_bytes,
@@ -22,9 +23,11 @@ from nanovllm.engine.memory import (
     measure_gpu_memory,
 )
 from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.precompile import compile_kernels
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.shared_prefix import SharedPrefixFinder
 from nanovllm.engine.step import StepBuilder
+from nanovllm.kernels.reference import FP8
 from nanovllm.layers.attention import AttentionBackend, TorchAttention
 from nanovllm.layers.flash_attention import FlashAttention
 from nanovllm.layers.ops import Ops, torch_ops, triton_ops
@@ -34,8 +37,11 @@ from nanovllm.models.registry import model_spec
 from nanovllm.models.split import rank_spec
 from nanovllm.utils.checkpoint import Checkpoint, open_checkpoint
 from nanovllm.utils.loader import cuts, fill_with_random_weights, finish_loading, is_packed, load_weights
+from nanovllm.utils.quantization import Quantization, choose_quantization, quantize_layers
 
 logger = logging.getLogger("nanovllm")
+
+FP8_CAPABILITY = (8, 9)  # of GPUs that convert float8 (Ada, Hopper and later)
 
 
 @dataclass(frozen=True)
@@ -63,13 +69,16 @@ class RankParts:
     device: torch.device
     block_size: int
     use_graphs: bool
+    kv_dtype: torch.dtype
+    kv_scales: torch.Tensor | None
+    quantization: Quantization | None
     num_blocks: int
     memory: str  # how it came to that
 
     def runner(self, num_blocks: int, make: Callable[..., ModelRunner] = ModelRunner) -> ModelRunner:
         """With a pool of so many blocks. `make` takes what `ModelRunner` takes."""
-        kv_cache = allocate_kv_cache(self.model.spec, num_blocks, self.block_size, self.dtype, self.device)
-        return make(self.model, self.ops, self.attention, kv_cache, self.limits)
+        kv_cache = allocate_kv_cache(self.model.spec, num_blocks, self.block_size, self.kv_dtype, self.device)
+        return make(self.model, self.ops, self.attention, kv_cache, self.limits, self.kv_scales)
 
     def capture_graphs(self, runner: ModelRunner) -> None:
         if self.use_graphs:
@@ -96,14 +105,16 @@ def build_engine_parts(config: Config) -> EngineParts:
 
         rank, runner, num_blocks = build_ranks(config, checkpoint, spec)
     logger.info(
-        "%s on %s in %s, attention backend %s, %s, %d KV blocks of %d tokens, up to %d sequences of %d tokens",
+        "%s on %s in %s%s, attention backend %s, %s, %d KV blocks of %d tokens in %s, up to %d sequences of %d tokens",
         hf_config.architectures[0],
         f"{config.tensor_parallel_size} ranks, {rank.device} first" if config.tensor_parallel_size > 1 else rank.device,
         str(rank.dtype).removeprefix("torch."),
+        f" with {rank.quantization.describe()}" if rank.quantization is not None else "",
         rank.attention.name,
         "CUDA graphs" if rank.use_graphs else "packed oneDNN linears" if is_packed(rank.model) else "no CUDA graphs",
         num_blocks,
         rank.block_size,
+        describe_kv(rank.kv_dtype, rank.kv_scales),
         rank.limits.max_num_seqs,
         rank.limits.max_model_len,
     )
@@ -111,7 +122,7 @@ def build_engine_parts(config: Config) -> EngineParts:
     blocks = BlockManager(num_blocks, rank.block_size, config.enable_prefix_caching)
     eos = eos_token_ids(checkpoint, tokenizer, spec.vocab_size)
     limits = rank.limits
-    finder = shared_prefix_finder(rank.attention, rank.model.spec, rank.block_size, rank.dtype)
+    finder = shared_prefix_finder(rank.attention, rank.model.spec, rank.block_size, rank.kv_dtype)
     return EngineParts(
         tokenizer=tokenizer,
         vocab_size=spec.vocab_size,
@@ -142,21 +153,41 @@ def build_rank(
     limits = choose_limits(config, spec, device)
     dtype = choose_dtype(config.dtype, spec.hf_config, device)
     held = rank_spec(spec, ranks.size)
+    quantization = choose_quantization(config.quantization, spec.hf_config)
+    if quantization is not None:
+        check_quantization(held, device, dtype)
+        if quantization.form is not None and ranks.size > 1:
+            raise ValueError(
+                f"a checkpoint that is stored in float8 cannot be split over tensor_parallel_size {ranks.size} GPUs; "
+                "one in 16 bits can, with quantization='fp8'"
+            )
+    kv_dtype = FP8 if config.kv_cache_dtype == "fp8" else dtype
     free = free_at_start if device.type == "cuda" else available_host_bytes() // ranks.size
     check_sizes(replace(held, vocab_size=ranks.padded_vocab(spec.vocab_size)), limits, dtype, free)
     share = config.shared_prefix_attention is not False
-    ops, attention = choose_backend(config.attention_backend, device, dtype, held, limits.max_num_seqs, share)
+    ops, attention = choose_backend(config.attention_backend, device, dtype, held, limits.max_num_seqs, share, kv_dtype)
     if config.shared_prefix_attention and attention.shared is None:
         raise ValueError(f"shared_prefix_attention needs attention_backend 'triton', not {attention.name!r}")
     block_size = choose_block_size(config.kvcache_block_size, attention)
-    model = load_model(held, Build(dtype, device, ops, attention, limits.max_model_len, ranks), config, checkpoint)
+    build = Build(dtype, device, ops, attention, limits.max_model_len, ranks)
+    model = load_model(held, build, config, checkpoint, quantization)
     if connect is not None:
         connect(device)
+    kv_scales: torch.Tensor | None = None
+
+    def runner_for(num_blocks: int, kv_dtype: torch.dtype = kv_dtype) -> ModelRunner:
+        kv_cache = allocate_kv_cache(held, num_blocks, block_size, kv_dtype, device)
+        return ModelRunner(model, ops, attention, kv_cache, limits, kv_scales)
+
+    if kv_dtype == FP8:
+        kv_scales = measure_kv_scales(runner_for(calibration_blocks(limits, block_size), dtype), limits)
     use_graphs = device.type == "cuda" and attention.graphs and not config.enforce_eager
-    block_bytes = kv_bytes_per_block(held, dtype, block_size)
+    block_bytes = kv_bytes_per_block(held, kv_dtype, block_size)
     if device.type == "cuda":
-        small = ModelRunner(model, ops, attention, allocate_kv_cache(held, 1, block_size, dtype, device), limits)
+        small = runner_for(1)
+        compile_kernels(small, limits, use_graphs)
         memory = measure_gpu_memory(small, free_at_start, config.gpu_memory_utilization, limits, use_graphs)
+        del small
         note = memory.describe()
         num_blocks = memory.blocks(block_bytes, config.num_kvcache_blocks)
     else:
@@ -164,7 +195,29 @@ def build_rank(
             block_bytes * ranks.size, block_size, limits.max_num_seqs, limits.max_model_len, config.num_kvcache_blocks
         )
         note = f"{num_blocks} KV blocks of {block_bytes} bytes in host memory"
-    return RankParts(model, ops, attention, limits, dtype, device, block_size, use_graphs, num_blocks, note)
+    return RankParts(
+        model=model,
+        ops=ops,
+        attention=attention,
+        limits=limits,
+        dtype=dtype,
+        device=device,
+        block_size=block_size,
+        use_graphs=use_graphs,
+        kv_dtype=kv_dtype,
+        kv_scales=kv_scales,
+        quantization=quantization,
+        num_blocks=num_blocks,
+        memory=note,
+    )
+
+
+def describe_kv(dtype: torch.dtype, scales: torch.Tensor | None) -> str:
+    name = str(dtype).removeprefix("torch.")
+    if scales is None:
+        return name
+    keys, values = scales.amax(dim=(0, 2)).tolist()
+    return f"{name} (largest scale of keys {keys:g}, of values {values:g})"
 
 
 def check_may_start_workers() -> None:
@@ -248,7 +301,13 @@ def choose_limits(config: Config, spec: DecoderSpec, device: torch.device) -> Li
 
 
 def choose_backend(
-    name: str, device: torch.device, dtype: torch.dtype, spec: DecoderSpec, max_num_seqs: int, share: bool
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    spec: DecoderSpec,
+    max_num_seqs: int,
+    share: bool,
+    kv_dtype: torch.dtype,
 ) -> tuple[Ops, AttentionBackend]:
     """Operations and attention for a backend name; `share`: with a pass over shared prefixes where the backend has it.
 
@@ -259,10 +318,17 @@ def choose_backend(
         name = "triton" if device.type == "cuda" else "torch"
     windows = set(spec.windows) or {None}
     if name == "torch":
-        return torch_ops(), TorchAttention(windows)
+        return torch_ops(), TorchAttention(windows, dtype)
+    if kv_dtype == FP8 and name == "flash_attn":
+        raise ValueError("kv_cache_dtype 'fp8' needs attention_backend 'triton' or 'torch', not 'flash_attn'")
     if device.type == "cpu" and not (name == "triton" and os.environ.get("TRITON_INTERPRET") == "1"):
         raise ValueError(
             f"attention_backend {name!r} needs a GPU; on a CPU use 'torch' (or TRITON_INTERPRET=1 to test 'triton')"
+        )
+    if kv_dtype == FP8 and device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
+        raise ValueError(
+            "kv_cache_dtype 'fp8' with attention_backend 'triton' needs a GPU that converts float8 (compute "
+            f"capability 8.9 or more), not {torch.cuda.get_device_name(device)}"
         )
     if name == "flash_attn":
         return triton_ops(device, dtype), FlashAttention(dtype, spec.head_dim)
@@ -297,12 +363,33 @@ def choose_block_size(asked: int | None, attention: AttentionBackend) -> int:
     return asked
 
 
-def load_model(spec: DecoderSpec, build: Build, config: Config, checkpoint: Checkpoint) -> DecoderForCausalLM:
+def check_quantization(spec: DecoderSpec, device: torch.device, dtype: torch.dtype) -> None:
+    """Refuse float8 weights where they cannot be.
+
+    Raises:
+        ValueError: experts, whose kernels know no float8, or a GPU or dtype without torch's scaled GEMM.
+    """
+    if spec.moe is not None:
+        raise ValueError("float8 weights are not supported for models with experts")
+    if device.type == "cuda" and dtype != torch.bfloat16:
+        raise ValueError(f"float8 weights need dtype 'bfloat16' on a GPU, not {str(dtype).removeprefix('torch.')!r}")
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
+        raise ValueError(
+            "float8 weights need a GPU that multiplies float8 (compute capability 8.9 or more), not "
+            f"{torch.cuda.get_device_name(device)}"
+        )
+
+
+def load_model(
+    spec: DecoderSpec, build: Build, config: Config, checkpoint: Checkpoint, quantization: Quantization | None
+) -> DecoderForCausalLM:
     """Build the model and fill its parameters."""
     try:
         model = DecoderForCausalLM(spec, build)
     except RuntimeError as error:  # what torch raises for memory it cannot have, on either device
         raise ValueError(f"no memory for the model's weights on {build.device}: {error}") from error
+    if quantization is not None:
+        quantize_layers(model, quantization, quantization.form is not None and config.load_format != "dummy")
     if config.load_format == "dummy":
         fill_with_random_weights(model, config.seed, build.ranks.rank if build.ranks.size > 1 else None)
     else:

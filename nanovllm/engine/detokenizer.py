@@ -42,6 +42,11 @@ class Detokenizer:
         ends = range(last, last - MAX_CHARACTER_TOKENS, -1)
         return next((end for end in ends if text.startswith(self._decode(self._ids[self._window : end]))), last)
 
+    @property
+    def holds_back(self) -> bool:
+        """Whether the text of some token is not out yet."""
+        return self._read < len(self._ids)
+
     def flush(self) -> str:
         """The rest, when no token will follow; an unfinished character becomes a replacement character."""
         return self._advance(len(self._ids))
@@ -61,15 +66,24 @@ class StopChecker:
         detokenizer: of this completion.
         stop: strings, none empty.
         include: leave the string that matched in the text.
+        may_complete: whether a token can be where a stop string ends; the others are decoded when one of these comes.
     """
 
-    def __init__(self, detokenizer: Detokenizer, stop: Seq[str], include: bool):
+    def __init__(
+        self,
+        detokenizer: Detokenizer,
+        stop: Seq[str],
+        include: bool,
+        may_complete: Callable[[int], bool] = lambda token_id: True,
+    ):
         self._detokenizer = detokenizer
         self._stop = stop
         self._include = include
         self._overlap = max(map(len, stop)) - 1  # a match may begin so far before the new text
+        self._may_complete = may_complete
+        self._put_off: list[int] = []  # tokens that complete nothing and are not decoded yet
         self.num_tokens = 0
-        self.text = ""
+        self.text = ""  # without the tokens that are put off
         self.matched: str | None = None
 
     def push(self, token_ids: Seq[int], may_stop: bool = True) -> str | None:
@@ -77,7 +91,10 @@ class StopChecker:
         self.num_tokens += len(token_ids)
         if self.matched is not None:
             return None
-        new = self._detokenizer.push(token_ids)
+        if may_stop and not self._detokenizer.holds_back and not any(map(self._may_complete, token_ids)):
+            self._put_off += token_ids
+            return None
+        new = self._decode(token_ids)
         if may_stop:
             return self._search(new)
         self.text += new
@@ -86,14 +103,19 @@ class StopChecker:
     def finish(self) -> None:
         """No token will follow: whatever was held back belongs to the text."""
         if self.matched is None:
-            self._search(self._detokenizer.flush())
+            self._search(self._decode(()) + self._detokenizer.flush())
 
-    @property
-    def settled_text(self) -> str:
-        """The part of `text` that no later match can cut."""
+    def settle(self) -> str:
+        """Decode what was put off; return the part of `text` that no later match can cut."""
+        self.text += self._decode(())
         if self.matched is not None or not self._overlap:
             return self.text
         return self.text[: max(0, len(self.text) - self._overlap)]
+
+    def _decode(self, token_ids: Seq[int]) -> str:
+        """New text of what was put off and these tokens."""
+        token_ids, self._put_off = [*self._put_off, *token_ids], []
+        return self._detokenizer.push(token_ids) if token_ids else ""
 
     def _search(self, new: str) -> str | None:
         start = max(0, len(self.text) - self._overlap)

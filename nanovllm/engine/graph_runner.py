@@ -6,12 +6,14 @@ slots carry the padding row: it has one token in the block that nobody owns. The
 """
 
 from bisect import bisect_left
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from nanovllm.engine.step import Step
+from nanovllm.kernels.reference import DecodeInputs
 
 if TYPE_CHECKING:
     from nanovllm.engine.model_runner import ModelRunner
@@ -50,19 +52,31 @@ class GraphRunner:
         self._inputs[1] = 1
         self._tokens = torch.zeros(self._largest, dtype=torch.int64, device=device)
         columns = runner.model.logit_columns
-        self._logits = torch.empty(self._largest, columns, dtype=runner.kv_cache.dtype, device=device)
+        self._logits = torch.empty(self._largest, columns, dtype=runner.model.dtype, device=device)
         self._no_prompts = torch.zeros(1, dtype=torch.int32, device=device)
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
-        # NCCL's watchdog is a thread that looks at events of its own all the time, which would break off the capture.
-        mode = "global" if runner.model.ranks.size == 1 else "thread_local"
-        pool = None
+
+    @property
+    def _keys(self) -> list[tuple[int, bool]]:
         keys = [(size, shared) for shared, sizes in self._sizes.items() for size in sizes]
-        for size, shared in sorted(keys, reverse=True):
+        return sorted(keys, reverse=True)
+
+    def go_through(self, decode_inputs: Callable[..., DecodeInputs]) -> None:
+        """Launch what the graphs would hold, with another way to make indices: no kernel of ours need really run."""
+        for size, shared in self._keys:
+            self._run(size, shared, decode_inputs)
+
+    def capture(self) -> None:
+        """Record the graphs."""
+        pool, decode_inputs = None, self._runner.ops.decode_inputs
+        # NCCL's watchdog is a thread that looks at events of its own all the time, which would break off the capture.
+        mode = "global" if self._runner.model.ranks.size == 1 else "thread_local"
+        for size, shared in self._keys:
             self._graphs[size, shared] = graph = torch.cuda.CUDAGraph()
-            self._run(size, shared)  # warm-up: kernels are compiled and libraries initialised outside of the capture
-            torch.cuda.synchronize(device)
+            self._run(size, shared, decode_inputs)  # what is compiled or initialised must be so outside of the capture
+            torch.cuda.synchronize(self._runner.device)
             with torch.cuda.graph(graph, pool=pool, capture_error_mode=mode):
-                self._run(size, shared)
+                self._run(size, shared, decode_inputs)
             pool = graph.pool()
 
     def fits(self, num_seqs: int, shared: bool) -> bool:
@@ -83,11 +97,11 @@ class GraphRunner:
         self._graphs[sizes[bisect_left(sizes, num_seqs)], shared].replay()
         return self._tokens[:num_seqs], self._logits[:num_seqs]
 
-    def _run(self, size: int, shared: bool) -> None:
+    def _run(self, size: int, shared: bool, decode_inputs: Callable[..., DecodeInputs]) -> None:
         """What a graph holds: a decode of the rows in `_inputs`, from their last tokens to their next."""
         runner, state = self._runner, self._runner.rows
         rows, context_lens = self._inputs[0, :size], self._inputs[1, :size]
-        inputs = runner.ops.decode_inputs(
+        inputs = decode_inputs(
             rows,
             context_lens,
             state.last_tokens,
@@ -105,6 +119,7 @@ class GraphRunner:
             block_tables=state.block_tables,
             max_seqlen=1,
             kv_cache=runner.kv_cache,
+            kv_scales=runner.kv_scales,
             plan=runner.attention.plan_decodes(rows, context_lens, state.block_tables, shared),
         )
         logits = runner.model.compute_logits(runner.model(inputs.token_ids, step), out=self._logits[:size])

@@ -8,6 +8,7 @@ from operator import countOf
 from typing import Any
 
 from nanovllm.engine.grammar import GrammarCompiler
+from nanovllm.engine.request import bad_word_ids
 from nanovllm.engine.step import int32_array
 from nanovllm.sampling_params import SamplingParams
 
@@ -23,6 +24,7 @@ class InputProcessor:
         tokenizer: of the model, or None.
         grammars: compiles what structured output asks for.
         vocab_size: ids are below it.
+        eos_token_ids: ruled out until a completion has `min_tokens`.
         max_model_len: prompt and completion together.
         num_blocks, block_size: the KV pool that a prompt has to fit.
     """
@@ -32,6 +34,7 @@ class InputProcessor:
         tokenizer: Any,
         grammars: GrammarCompiler,
         vocab_size: int,
+        eos_token_ids: frozenset[int],
         max_model_len: int,
         num_blocks: int,
         block_size: int,
@@ -39,6 +42,7 @@ class InputProcessor:
         self.tokenizer = tokenizer
         self.grammars = grammars
         self.vocab_size = vocab_size
+        self.eos_token_ids = eos_token_ids
         self.max_model_len = max_model_len
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -83,7 +87,22 @@ class InputProcessor:
         if params.bad_words:
             self._check_bad_words(params.bad_words, name)
         self.grammars.check(params, name)
+        self._check_some_token_is_left(params, name)
         return params
+
+    def _check_some_token_is_left(self, params: SamplingParams, name: str) -> None:
+        """As far as is known now: a bad word of several tokens rules its last one out only after the others."""
+        ends = self.eos_token_ids.union(params.stop_token_ids) if params.min_tokens else frozenset()
+        most_banned = len(ends) + 2 * len(params.bad_words)
+        if params.allowed_token_ids is None and most_banned < self.vocab_size:
+            return
+        banned = ends.union(word[0] for word in bad_word_ids(self.tokenizer, params) if len(word) == 1)
+        allowed = range(self.vocab_size) if params.allowed_token_ids is None else params.allowed_token_ids
+        if banned.issuperset(allowed):
+            what = "the vocabulary" if params.allowed_token_ids is None else f"allowed_token_ids {list(allowed)[:8]}"
+            causes = {"bad_words": params.bad_words, f"min_tokens {params.min_tokens}": ends}
+            named = " and ".join(cause for cause, given in causes.items() if given)
+            raise ValueError(f"{name}: {named} leave no token of {what} to generate")
 
     def _check_bad_words(self, words: Seq[str], name: str) -> None:
         if self.tokenizer is None:

@@ -4,11 +4,11 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -20,6 +20,7 @@ from nanovllm.engine.model_runner import StepResult
 from nanovllm.engine.request import Output, Request, StreamOutput, make_request, stop_checker
 from nanovllm.engine.scheduler import Batch
 from nanovllm.engine.sequence import Sequence, Status
+from nanovllm.engine.stop_tokens import StopTokens
 from nanovllm.sampling_params import SamplingParams, checked_int
 from nanovllm.utils.collector import collector_frozen, collector_off
 from nanovllm.utils.progress import Progress
@@ -27,6 +28,8 @@ from nanovllm.utils.progress import Progress
 WAKE_UP_S = 2e-4  # in which a thread wakes up for a lock that has become free
 
 Messages = Seq[Mapping[str, Any]]
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 class LLMEngine:
@@ -48,8 +51,15 @@ class LLMEngine:
         self.scheduler = parts.scheduler
         blocks = self.scheduler.block_manager
         self._grammars = GrammarCompiler(self.tokenizer, parts.vocab_size, self.scheduler.eos_token_ids)
+        self._stop_tokens = StopTokens(self.tokenizer)
         self._inputs = InputProcessor(
-            self.tokenizer, self._grammars, parts.vocab_size, parts.max_model_len, blocks.num_blocks, blocks.block_size
+            self.tokenizer,
+            self._grammars,
+            parts.vocab_size,
+            self.scheduler.eos_token_ids,
+            parts.max_model_len,
+            blocks.num_blocks,
+            blocks.block_size,
         )
         self._step_builder = parts.step_builder
         self._max_in_flight = 1 if parts.overlap else 0  # steps whose tokens the next step does not wait for
@@ -98,20 +108,14 @@ class LLMEngine:
             ([(seq_id, token ids of the first completion)] of the requests that it finished, number of tokens that it
             processed).
         """
-        with self._open():
-            batch = self._step()
-            outs = [(request.request_id, request.sequences[0].completion_token_ids) for request in self._finished]
-            result = outs, batch.num_tokens
-            self._finished.clear()  # last: what breaks off before this is reported by the next step
-            return result
+        return self._report(
+            lambda request: (request.request_id, request.sequences[0].completion_token_ids),
+            lambda outs, batch: (outs, batch.num_tokens),
+        )
 
     def step_outputs(self) -> list[tuple[int, Output]]:
         """Run one step; (seq_id, output as from `generate`) of each request that it finished."""
-        with self._open():
-            self._step()
-            outs = [(request.request_id, request.output()) for request in self._finished]
-            self._finished.clear()
-            return outs
+        return self._report(lambda request: (request.request_id, request.output()), lambda outs, batch: outs)
 
     def is_finished(self) -> bool:
         """True when no request is left to run or to be reported by `step`."""
@@ -341,13 +345,36 @@ class LLMEngine:
         first_id = self._next_seq_id
         self._next_seq_id += params.n
         request = make_request(
-            first_id, ids, params, self._inputs.max_len, self.config.seed, self.tokenizer, self._grammars
+            first_id,
+            ids,
+            params,
+            self._inputs.max_len,
+            self.config.seed,
+            self.tokenizer,
+            self._grammars,
+            self._stop_tokens,
         )
         request.by_step = by_step
         requests.append(request)
         for seq in request.sequences:
             self._requests[seq.seq_id] = request
             self.scheduler.add(seq)
+
+    def _report(self, describe: Callable[[Request], T], result: Callable[[list[T], Batch], R]) -> R:
+        """Run one step; the `result` of what it finished. What breaks off before that is out is reported by the next.
+
+        Callers return this in the line that calls it: there is no later line of theirs to break off at.
+        """
+        reported: list[Request] = []
+        try:
+            with self._open():
+                batch = self._step()
+                outs = result([describe(request) for request in self._finished], batch)
+                reported, self._finished = self._finished, []
+            return outs
+        except BaseException:
+            self._finished[:0] = reported  # nobody else has them
+            raise
 
     def _step(self) -> Batch:
         """Launch the next step, then take in the tokens of the oldest one in flight, if it is its turn.
@@ -391,7 +418,8 @@ class LLMEngine:
         unfinished = [seq for seq in sequences if seq.status is not Status.FINISHED]
         self.scheduler.reset(unfinished)
         for seq in unfinished:
-            self.scheduler.settle(seq, stop_checker(self.tokenizer, seq.params), self._grammars.start(seq.params))
+            checker = stop_checker(self.tokenizer, seq.params, self._stop_tokens)
+            self.scheduler.settle(seq, checker, self._grammars.start(seq.params))
         self._retire([seq for seq in sequences if seq.status is Status.FINISHED])
         self._broken = False
 

@@ -13,7 +13,7 @@ import torch
 from nanovllm.config import Limits
 from nanovllm.engine.graph_runner import graph_batch_sizes, shared_batch_sizes
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.step import StepInput
+from nanovllm.engine.step import ROW_PARAMS, StepInput
 from nanovllm.models.decoder import DecoderSpec
 
 logger = logging.getLogger("nanovllm")
@@ -150,6 +150,18 @@ def measure_gpu_memory(
 ) -> GPUMemory:
     """Run the largest step there can be, and capture the largest graphs, on a KV cache of two blocks."""
     device = runner.device
+    run_largest_step(runner, limits)
+    fixed = free_at_start - free_gpu_bytes(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    resting = torch.cuda.memory_allocated(device)
+    run_largest_step(runner, limits)
+    activations = torch.cuda.max_memory_allocated(device) - resting
+    graphs = _graph_bytes(runner, limits.max_num_seqs) if use_graphs else 0
+    return GPUMemory(free_at_start, utilization, fixed, activations, graphs)
+
+
+def run_largest_step(runner: ModelRunner, limits: Limits) -> None:
+    """Raises: ValueError: there is no memory for it."""
     largest = largest_step(limits)
     try:
         runner.launch(largest).token_ids()
@@ -158,13 +170,6 @@ def measure_gpu_memory(
             f"no GPU memory for a step of {len(largest.token_ids)} tokens and {len(largest.rows)} sequences; lower "
             "max_num_batched_tokens or max_num_seqs"
         ) from error
-    fixed = free_at_start - free_gpu_bytes(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    resting = torch.cuda.memory_allocated(device)
-    runner.launch(largest).token_ids()
-    activations = torch.cuda.max_memory_allocated(device) - resting
-    graphs = _graph_bytes(runner, limits.max_num_seqs) if use_graphs else 0
-    return GPUMemory(free_at_start, utilization, fixed, activations, graphs)
 
 
 def _graph_bytes(runner: ModelRunner, max_num_seqs: int) -> int:
@@ -195,6 +200,6 @@ def largest_step(limits: Limits) -> StepInput:
         token_ids=np.zeros(num_tokens, dtype=np.int32),
         samples=np.ones(num_seqs, dtype=np.int32),
         table_changes=np.zeros((3, 0), dtype=np.int32),
-        row_params=np.zeros((7, 0), dtype=np.int32),
+        row_params=np.zeros((ROW_PARAMS, 0), dtype=np.int32),
         any_filtered=True,
     )

@@ -4,7 +4,7 @@ What may enter `launch`: work that every step needs, in time that depends on the
 nothing that waits for the device. Values come back through `StepResult.token_ids`.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
@@ -65,6 +65,7 @@ class ModelRunner:
         model: with its weights loaded.
         ops, attention: what the model was built with.
         kv_cache: [num_layers, 2, num_blocks + 1, block_size, num_kv_heads, head_dim]; the last block is for padding.
+        kv_scales: [num_layers, 2, num_kv_heads] float32, of a cache in float8: of keys, then of values.
         limits: rows, tokens in one step, and tokens that a row's block table has to cover.
     """
 
@@ -75,11 +76,13 @@ class ModelRunner:
         attention: AttentionBackend,
         kv_cache: torch.Tensor,
         limits: Limits,
+        kv_scales: torch.Tensor | None = None,
     ):
         self.model = model
         self.ops = ops
         self.attention = attention
         self.kv_cache = kv_cache
+        self.kv_scales = kv_scales
         self.device = kv_cache.device
         self.block_size = kv_cache.shape[3]
         max_blocks = -(-limits.max_model_len // self.block_size)
@@ -97,6 +100,7 @@ class ModelRunner:
     def capture_graphs(self, batch_sizes: list[int], shared_sizes: list[int]) -> None:
         """Record decode steps of these sizes (`GraphRunner`); `launch` replays the smallest that fits a batch."""
         self.graphs = GraphRunner(self, batch_sizes, shared_sizes)
+        self.graphs.capture()
 
     def drop_graphs(self) -> None:
         """Graphs and runner refer to each other; after this, dropping the runner frees its memory at once."""
@@ -112,8 +116,9 @@ class ModelRunner:
         if inputs.table_changes.size or inputs.row_params.size:
             self.rows.apply(*self._to_device(inputs.table_changes, inputs.row_params))
         self._send_shared(inputs.shared)
-        for history in inputs.edits.histories if inputs.edits is not None else ():
-            self._drawer.start_counting(history)
+        histories = inputs.histories
+        if histories is not None:
+            self._drawer.start_counting(*self._to_device(*(getattr(histories, f.name) for f in fields(histories))))
         graphs, shared = self.graphs, inputs.shared is not None
         if graphs is not None and inputs.is_decode and graphs.fits(len(inputs.rows), shared):
             (tokens, logprobs), prompts = self._replay(inputs, graphs), None
@@ -153,7 +158,7 @@ class ModelRunner:
         rows = device[0, :n].long()
         previous = self.rows.last_tokens[rows]
         _, logits = graphs.replay(n, inputs.shared is not None)
-        return self._drawer.draw(logits, rows, device[1, :n].long(), inputs, previous)
+        return self._drawer.draw(logits, rows, device[1, :n].long(), inputs, self._to_device, previous)
 
     def _send_shared(self, shared: SharedPrefixes[np.ndarray] | None) -> None:
         """Hand the backend what the batch shares, unless it has it from the step before."""
@@ -185,7 +190,7 @@ class ModelRunner:
         if len(last) != len(rows):
             rows = self._to_device(inputs.rows[inputs.samples.astype(bool)])[0]
         logits = self.model.compute_logits(hidden)
-        return self._drawer.draw(logits, rows.long(), step.positions[last] + 1, inputs), prompts
+        return self._drawer.draw(logits, rows.long(), step.positions[last] + 1, inputs, self._to_device), prompts
 
     def _prepare(self, inputs: StepInput) -> tuple[torch.Tensor, Step, torch.Tensor]:
         """(token ids [T], the step, index of each sampling sequence's last token)."""
@@ -215,6 +220,7 @@ class ModelRunner:
             block_tables=state.block_tables,
             max_seqlen=int(lengths.max()),
             kv_cache=self.kv_cache,
+            kv_scales=self.kv_scales,
         )
         step = replace(step, plan=self.attention.plan(inputs, rows, context_lens, step))
         return token_ids.long(), step, last.long()

@@ -5,7 +5,7 @@ Every rank ends with the same tokens, bit for bit, since each looks the next emb
 
 import torch
 
-from nanovllm.engine.draw import Drawer, Drawn
+from nanovllm.engine.draw import Drawer, Drawn, Send
 from nanovllm.engine.step import RowState, StepInput
 from nanovllm.layers.ops import Ops
 from nanovllm.layers.parallel import Ranks
@@ -50,6 +50,7 @@ class RankDrawer(Drawer):
         rows: torch.Tensor,
         positions: torch.Tensor,
         inputs: StepInput,
+        send: Send,
         previous: torch.Tensor | None = None,
     ) -> Drawn:
         """As `Drawer.draw`; logits: [n, columns] of this rank's token ids. Log-probabilities come on rank 0."""
@@ -61,7 +62,7 @@ class RankDrawer(Drawer):
             return tokens, None
         whole = model.gather_logits(logits)
         if whole is not None:
-            tokens, logprobs = super().draw(whole, rows, positions, inputs, previous)
+            tokens, logprobs = super().draw(whole, rows, positions, inputs, send, previous)
         else:
             tokens, logprobs = torch.empty_like(positions), None
         tokens = tokens.contiguous()

@@ -6,6 +6,7 @@ from typing import Any
 from nanovllm.engine.detokenizer import Detokenizer, StopChecker
 from nanovllm.engine.grammar import GrammarCompiler
 from nanovllm.engine.sequence import Sequence, Status
+from nanovllm.engine.stop_tokens import StopTokens
 from nanovllm.sampling_params import SamplingParams
 
 Output = dict[str, Any]
@@ -145,7 +146,7 @@ class Stream:
         if checker is not None:
             if finished:
                 checker.finish()
-            text = checker.text if finished else checker.settled_text
+            text = checker.text if finished else checker.settle()
             new, self._taken = text[self._taken :], max(self._taken, len(text))
             return new
         new_ids = text_ids(self._seq, self._taken)
@@ -167,11 +168,13 @@ def completion_detokenizer(tokenizer: Any, params: SamplingParams) -> Detokenize
     return Detokenizer(lambda ids: tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens))
 
 
-def stop_checker(tokenizer: Any, params: SamplingParams) -> StopChecker | None:
+def stop_checker(tokenizer: Any, params: SamplingParams, stop_tokens: StopTokens) -> StopChecker | None:
     """A checker when the request has stop strings."""
     if not params.stop:
         return None
-    return StopChecker(completion_detokenizer(tokenizer, params), params.stop, params.include_stop_str_in_output)
+    may_complete = stop_tokens.test(params.stop, params.skip_special_tokens)
+    detokenizer = completion_detokenizer(tokenizer, params)
+    return StopChecker(detokenizer, params.stop, params.include_stop_str_in_output, may_complete)
 
 
 def bad_word_ids(tokenizer: Any, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
@@ -189,6 +192,7 @@ def make_request(
     engine_seed: int,
     tokenizer: Any,
     grammars: GrammarCompiler,
+    stop_tokens: StopTokens,
 ) -> Request:
     """The sequences of a prompt.
 
@@ -199,7 +203,7 @@ def make_request(
         max_len: length at which any sequence of the engine ends.
         engine_seed: what seeds are derived from where `params` has none.
         tokenizer: of the model, or None.
-        grammars: of the engine.
+        grammars, stop_tokens: of the engine.
     """
     if params.max_tokens is not None:
         max_len = min(max_len, len(ids) + params.max_tokens)
@@ -212,7 +216,7 @@ def make_request(
             params,
             max_len,
             completion_seed(base, i),
-            stop_checker(tokenizer, params),
+            stop_checker(tokenizer, params, stop_tokens),
             grammars.start(params),
             scores_prompt=params.prompt_logprobs is not None and i == 0,  # the prompt is the same for all
             bad_words=bad_words,

@@ -77,9 +77,10 @@ class Sequence:
         self.scores_prompt = scores_prompt
         self.prompt_logprobs: list[dict[int, float] | None] = [None]  # of each prompt token, as far as they are known
         self.num_streamed_tokens = 0
-        # Looked at every step: needs nothing but a draw with temperature and seed.
+        # Looked at every step; plain is what needs nothing but a draw with temperature and seed.
+        self.is_filtered, self.is_penalised, self.edits_logits = params.filtered, params.penalised, params.edits_logits
         reports = params.logprobs is not None or scores_prompt
-        self.is_plain = not (params.filtered or params.edits_logits or reports)
+        self.is_plain = not (self.is_filtered or self.is_penalised or self.edits_logits or reports)
         self.arrived = time.perf_counter()
         self.started = self.first_token = self.ended = 0.0  # times, as `arrived`
         self.num_computed_tokens = 0

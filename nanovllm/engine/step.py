@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from nanovllm.engine.logit_edits import LogitEdits, build_logit_edits
+from nanovllm.engine.logit_edits import Histories, LogitEdits, build_histories, build_logit_edits
 from nanovllm.engine.prompt_scores import PromptScores, build_prompt_scores
 from nanovllm.engine.scheduler import Batch
 from nanovllm.engine.sequence import Sequence
@@ -21,6 +21,7 @@ from nanovllm.engine.shared_prefix import SharedPrefixFinder
 from nanovllm.kernels.shared_prefixes import SharedPrefixes
 from nanovllm.layers.sampler import Filters
 
+ROW_PARAMS = 10  # int32 values that a row needs to know of its sequence
 ON_DEVICE = -1  # in `token_ids`: the row's last sampled token, which is on the device already
 
 
@@ -39,9 +40,11 @@ class StepInput:
     token_ids: np.ndarray  # [T]
     samples: np.ndarray  # [S] 1 where the next token is drawn
     table_changes: np.ndarray  # [3, U] row, column, block
-    row_params: np.ndarray  # [7, A] row, temperature, top_p, min_p (float32 bits), top_k, seed low and high 32 bits
+    row_params: np.ndarray  # [ROW_PARAMS, A], see `_row_params`
     any_filtered: bool = False  # some sampling row has top_k, top_p or min_p
-    edits: LogitEdits | None = None  # what changes logits before the draw
+    any_penalised: bool = False  # some sampling row has penalties
+    histories: Histories | None = None  # what penalties of new rows start from
+    edits: LogitEdits | None = None  # what else changes logits before the draw
     num_logprobs: int = -1  # most likely tokens to report with each drawn one; -1: report nothing
     prompt_scores: PromptScores | None = None  # prompt tokens whose log-probabilities are asked for
     shared: SharedPrefixes[np.ndarray] | None = None  # what the leading decodes share, if reading it once pays
@@ -49,7 +52,7 @@ class StepInput:
     @property
     def is_plain(self) -> bool:
         """The draw needs temperatures and seeds only: a graph's own sampler does it."""
-        return not self.any_filtered and self.edits is None and self.num_logprobs < 0
+        return not (self.any_filtered or self.any_penalised) and self.edits is None and self.num_logprobs < 0
 
     @property
     def is_decode(self) -> bool:
@@ -87,7 +90,7 @@ class StepBuilder:
             token_ids=self._token_ids(batch),
             samples=int32_array(samples),
             table_changes=self._table_changes(batch),
-            row_params=np.array([_row_params(seq) for seq in batch.admitted], dtype=np.int32).reshape(-1, 7).T,
+            row_params=np.array([_row_params(seq) for seq in batch.admitted], dtype=np.int32).reshape(-1, ROW_PARAMS).T,
             prompt_scores=build_prompt_scores(batch) if special else None,
             shared=self._shared(batch),
             **(self._sampling(batch) if special else {}),
@@ -101,11 +104,14 @@ class StepBuilder:
 
     def _sampling(self, batch: Batch) -> dict[str, Any]:
         """The fields that plain requests leave at their defaults."""
-        special = [item.seq.params for item in batch.items if not item.seq.is_plain and item.samples]
+        sampling = [item.seq for item in batch.items if item.samples]
+        counts = [p.logprobs for p in (seq.params for seq in sampling if not seq.is_plain) if p.logprobs is not None]
         return {
-            "any_filtered": any(params.filtered for params in special),
+            "any_filtered": any(seq.is_filtered for seq in sampling),
+            "any_penalised": any(seq.is_penalised for seq in sampling),
+            "histories": build_histories(batch),
             "edits": build_logit_edits(batch, self._eos_token_ids),
-            "num_logprobs": max((p.logprobs for p in special if p.logprobs is not None), default=-1),
+            "num_logprobs": max(counts, default=-1),
         }
 
     def _token_ids(self, batch: Batch) -> np.ndarray:
@@ -133,8 +139,11 @@ class StepBuilder:
 
 
 def _row_params(seq: Sequence) -> tuple[int, ...]:
+    """[ROW_PARAMS] row, bits of six float32, top_k, low and high half of the seed."""
     params = seq.params
-    floats = np.array([params.temperature, params.top_p, params.min_p], dtype=np.float32).view(np.int32)
+    reals = (params.temperature, params.top_p, params.min_p)
+    penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+    floats = np.array([*reals, *penalties], dtype=np.float32).view(np.int32)
     seed = np.array([seq.seed], dtype=np.int64).view(np.int32)
     return seq.row, *floats.tolist(), min(params.top_k, 2**31 - 1), *seed.tolist()
 
@@ -153,6 +162,7 @@ class RowState:
     min_ps: torch.Tensor  # [num_rows + 1] float32
     top_ks: torch.Tensor  # [num_rows + 1] int32
     seeds: torch.Tensor  # [num_rows + 1] int64
+    penalties: torch.Tensor  # [3, num_rows + 1] float32: repetition, presence, frequency
 
     @classmethod
     def allocate(cls, num_rows: int, max_blocks: int, padding_block: int, device: torch.device) -> "RowState":
@@ -165,6 +175,7 @@ class RowState:
             min_ps=torch.zeros(num_rows + 1, device=device),
             top_ks=torch.zeros(num_rows + 1, dtype=torch.int32, device=device),
             seeds=torch.zeros(num_rows + 1, dtype=torch.int64, device=device),
+            penalties=torch.tensor([[1.0], [0.0], [0.0]], device=device).repeat(1, num_rows + 1),
         )
 
     @property
@@ -172,7 +183,7 @@ class RowState:
         return self.last_tokens.shape[0] - 1
 
     def apply(self, table_changes: torch.Tensor, row_params: torch.Tensor) -> None:
-        """Take in a step's changes: [3, U] and [7, A] int32, on the device."""
+        """Take in a step's changes: [3, U] and [ROW_PARAMS, A] int32, on the device."""
         if table_changes.numel():
             rows, columns, blocks = table_changes
             self.block_tables[rows.long(), columns.long()] = blocks
@@ -181,8 +192,9 @@ class RowState:
             self.temperatures[rows] = row_params[1].view(torch.float32)
             self.top_ps[rows] = row_params[2].view(torch.float32)
             self.min_ps[rows] = row_params[3].view(torch.float32)
-            self.top_ks[rows] = row_params[4]
-            self.seeds[rows] = (row_params[6].long() << 32) | (row_params[5].long() & 0xFFFFFFFF)
+            self.penalties[:, rows] = row_params[4:7].view(torch.float32)
+            self.top_ks[rows] = row_params[7]
+            self.seeds[rows] = (row_params[9].long() << 32) | (row_params[8].long() & 0xFFFFFFFF)
 
     def filters(self, rows: torch.Tensor) -> Filters:
         """Of rows [n] int64."""
@@ -202,4 +214,5 @@ class Step:
     max_seqlen: int  # largest number of tokens of one sequence
     kv_cache: torch.Tensor  # [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim]
     wanted: torch.Tensor | None = None  # [n] int64, n >= 1, tokens whose hidden states are asked for; None: all
+    kv_scales: torch.Tensor | None = None  # [num_layers, 2, num_kv_heads] float32, of a cache in float8: keys, values
     plan: object = None  # what the attention backend worked out for all layers

@@ -2,8 +2,8 @@
 
     | counts and flags, 8 int32 | rows | starts | ... arrays of `StepInput`, int32, but for those that say nothing |
 
-Edits of logits, log-probabilities and whose prompt it is that gets scored stay on rank 0, which draws where they
-matter. What decodes share is sent when it is another than in the step before.
+Edits of logits, penalties, log-probabilities and whose prompt it is that gets scored stay on rank 0, which draws where
+they matter. What decodes share is sent when it is another than in the step before.
 """
 
 import struct
@@ -11,7 +11,7 @@ import struct
 import numpy as np
 
 from nanovllm.engine.prompt_scores import PromptScores
-from nanovllm.engine.step import ON_DEVICE, StepInput
+from nanovllm.engine.step import ON_DEVICE, ROW_PARAMS, StepInput
 from nanovllm.kernels.shared_prefixes import SharedPrefixes
 
 HEADER = struct.Struct("<8i")
@@ -84,7 +84,7 @@ class StepDecoder:
         else:
             lengths, token_ids = take(sequences), take(tokens)
         samples = np.ones(sequences, np.int32) if flags & ALL_SAMPLE else take(sequences)
-        table_changes, row_params = take(3 * changes), take(7 * params)
+        table_changes, row_params = take(3 * changes), take(ROW_PARAMS * params)
         scores = PromptScores(take(scored), take(scored), count, []) if scored >= 0 else None
         if flags & SHARED_CHANGED:
             self._shared = SharedPrefixes(take(packed).copy(), *self._limits)
@@ -97,7 +97,7 @@ class StepDecoder:
             token_ids=token_ids,
             samples=samples,
             table_changes=table_changes.reshape(3, -1),
-            row_params=row_params.reshape(7, -1),
+            row_params=row_params.reshape(ROW_PARAMS, -1),
             any_filtered=not flags & PLAIN,
             prompt_scores=scores,
             shared=self._shared if flags & SHARED else None,

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.decode_plan import ITEM_FIELDS, DecodePlan
+from nanovllm.kernels.fp8_kv import scale_query, split_pairs
 
 LOG2_E = 1.4426950408889634
 MERGE_ELEMENTS = 2048  # of partial outputs that a merging program loads at a time
@@ -60,19 +61,20 @@ def _merge(
 
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["table_ptr"])
 def _decode_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, items_ptr, count_ptr, partial_ptr, lse_ptr, arrived_ptr, table_stride,
+    q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, items_ptr, count_ptr, partial_ptr, lse_ptr, arrived_ptr, scales_ptr,
+    table_stride,
     Q_TOKEN_STRIDE: tl.constexpr, Q_HEAD_STRIDE: tl.constexpr, KV_BLOCK_STRIDE: tl.constexpr,
     KV_TOKEN_STRIDE: tl.constexpr, KV_HEAD_STRIDE: tl.constexpr, SCALE_LOG2: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
     MERGE_GROUP: tl.constexpr, MERGE_ROWS: tl.constexpr, FIELDS: tl.constexpr, WINDOW: tl.constexpr,
-    SHARED: tl.constexpr, PDL: tl.constexpr,
+    SHARED: tl.constexpr, PDL: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """One program: one KV head, its GROUP query heads, and one work item (a split of one sequence).
 
     A sequence of one split is written at once. Of several, each leaves its normalised part and the log2 of its
     exponential sum in the workspace, and the last to arrive merges them: no second launch. In either case the parts
-    that the pass over shared prefixes has left are merged in.
+    that the pass over shared prefixes has left are merged in. `scales_ptr`: of a cache in float8, see `fp8_kv`.
     """
     if PDL:  # what the launch before this one wrote is read, and anything is written, only after the wait
         tl.extra.cuda.gdc_launch_dependents()
@@ -107,10 +109,18 @@ def _decode_kernel(
     mask = (member < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
     q_offsets = seq.to(tl.int64) * Q_TOKEN_STRIDE + head * Q_HEAD_STRIDE
     q = tl.load(q_ptr + q_offsets[:, None] + dims[None, :], mask=mask, other=0.0, cache_modifier=CACHE)
+    FP8: tl.constexpr = scales_ptr is not None
+    if FP8:
+        q = scale_query(q, tl.load(scales_ptr + kv_head))
     k_base = k_ptr + kv_head.to(tl.int64) * KV_HEAD_STRIDE
     v_base = v_ptr + kv_head.to(tl.int64) * KV_HEAD_STRIDE
+    if FP8:  # pairs of dimensions
+        v_base = v_base.to(tl.pointer_type(tl.int16))
+        pairs = tl.arange(0, BLOCK_D // 2)
 
-    acc = tl.zeros([GROUP_PAD, BLOCK_D], tl.float32)
+    acc = tl.zeros([GROUP_PAD, BLOCK_D // 2 if FP8 else BLOCK_D], tl.float32)
+    if FP8:
+        acc_odd = tl.zeros([GROUP_PAD, BLOCK_D // 2], tl.float32)
     row_max = tl.full([GROUP_PAD], float("-inf"), tl.float32)
     row_sum = tl.zeros([GROUP_PAD], tl.float32)
     if BLOCK_SIZE % BLOCK_N == 0:
@@ -122,16 +132,28 @@ def _decode_kernel(
             in_range &= keys >= visible
         if BLOCK_SIZE % BLOCK_N == 0:  # the tile lies inside one block: one table entry, contiguous rows
             offsets = block.to(tl.int64) * KV_BLOCK_STRIDE + (tile_start % BLOCK_SIZE + lanes) * KV_TOKEN_STRIDE
+            if FP8:
+                pair_offsets = block.to(tl.int64) * (KV_BLOCK_STRIDE // 2)
+                pair_offsets += (tile_start % BLOCK_SIZE + lanes) * (KV_TOKEN_STRIDE // 2)
             # Loaded one step early: a load that K's address needs in the same step would use up the pipeline's stages.
             block = tl.load(table + tl.minimum(tile_start + BLOCK_N, end - 1) // BLOCK_SIZE, cache_modifier=CACHE)
         else:  # table columns past the last key hold anything
             blocks = tl.load(table + keys // BLOCK_SIZE, mask=in_range, other=0, cache_modifier=CACHE)
             offsets = blocks.to(tl.int64) * KV_BLOCK_STRIDE + (keys % BLOCK_SIZE) * KV_TOKEN_STRIDE
+            if FP8:
+                pair_offsets = blocks.to(tl.int64) * (KV_BLOCK_STRIDE // 2)
+                pair_offsets += (keys % BLOCK_SIZE) * (KV_TOKEN_STRIDE // 2)
         # Values past the end must be zero, not just weighted by zero: unused cache slots may hold NaN.
         k_mask = in_range[None, :] & (dims < HEAD_DIM)[:, None]
         v_mask = in_range[:, None] & (dims < HEAD_DIM)[None, :]
         k = tl.load(k_base + offsets[None, :] + dims[:, None], mask=k_mask, other=0.0, cache_modifier=CACHE)
-        v = tl.load(v_base + offsets[:, None] + dims[None, :], mask=v_mask, other=0.0, cache_modifier=CACHE)
+        if FP8:
+            k = k.to(q.dtype)
+            pair_mask = in_range[:, None] & (pairs < HEAD_DIM // 2)[None, :]
+            pair_ptrs = v_base + pair_offsets[:, None] + pairs[None, :]
+            v, v_odd = split_pairs(tl.load(pair_ptrs, mask=pair_mask, other=0, cache_modifier=CACHE), q, NATIVE)
+        else:
+            v = tl.load(v_base + offsets[:, None] + dims[None, :], mask=v_mask, other=0.0, cache_modifier=CACHE)
         scores = tl.dot(q, k, input_precision=PRECISION)
         scores = tl.where(in_range[None, :], scores * SCALE_LOG2, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1))  # finite: a tile holds at least one key
@@ -140,7 +162,11 @@ def _decode_kernel(
         row_sum = row_sum * rescale + tl.sum(weights, 1)
         row_max = new_max
         acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
+        if FP8:
+            acc_odd = tl.dot(weights.to(v.dtype), v_odd, acc_odd * rescale[:, None], input_precision=PRECISION)
 
+    if FP8:  # parts, too, are in the values' own scale
+        acc = tl.interleave(acc, acc_odd) * tl.load(scales_ptr + NUM_KV_HEADS + kv_head)
     if SHARED:
         if PDL:
             tl.extra.cuda.gdc_wait()
@@ -182,7 +208,7 @@ def _decode_kernel(
         )  # fmt: skip
 
 
-def tile_config(head_dim: int, itemsize: int, block_size: int, shared: bool) -> tuple[int, int, int]:
+def tile_config(head_dim: int, itemsize: int, block_size: int, shared: bool, fp8: bool) -> tuple[int, int, int]:
     """(keys, warps, pipeline stages) of a program, as measured on an H200; the keys divide a plan's grain.
 
     What is left of a sequence after a shared prefix is short: several small programs a multiprocessor read it faster.
@@ -191,6 +217,8 @@ def tile_config(head_dim: int, itemsize: int, block_size: int, shared: bool) -> 
         return (32, 4, 2) if head_dim <= 128 else (16, 4, 2)
     if head_dim > 128 or (shared and block_size % 32 == 0):
         return 32, 2, 3
+    if fp8 and block_size % 64 == 0:
+        return 64, 2, 2
     return 64, 2, 3 if block_size % 64 == 0 else 5  # a gather's table loads take every other stage
 
 
@@ -204,6 +232,7 @@ def paged_decode(
     out: torch.Tensor | None = None,
     pdl: bool = False,
     shared: bool = False,
+    kv_scales: torch.Tensor | None = None,
     config: tuple[int, int, int] | None = None,
 ) -> torch.Tensor:
     """Attention of one new token per sequence over its context (its plan's window); `plan.update` has seen this batch.
@@ -214,6 +243,7 @@ def paged_decode(
     out: where to write, contiguous; new by default
     pdl: programmatic dependent launch: overlap the end of the launch before this one
     shared: `plan.update` was told of shared prefixes, and `shared_parts` has seen to them
+    kv_scales: [2, num_kv_heads] float32, of a cache in float8: of keys, then of values
     config: `tile_config`'s, for tuning
     Returns [batch, num_q_heads, head_dim], contiguous, of q's dtype; zeros for a sequence of context length 0.
     """
@@ -221,7 +251,8 @@ def paged_decode(
     _, block_size, num_kv_heads, _ = k_cache.shape
     block_stride, token_stride, head_stride, _ = k_cache.stride()
     group = num_q_heads // num_kv_heads
-    block_n, num_warps, num_stages = config or tile_config(head_dim, q.element_size(), block_size, shared)
+    fp8 = kv_scales is not None
+    block_n, num_warps, num_stages = config or tile_config(head_dim, q.element_size(), block_size, shared, fp8)
     padded_group, padded_dim = triton.next_power_of_2(group), triton.next_power_of_2(head_dim)
     if out is None:
         out = torch.empty((batch, num_q_heads, head_dim), dtype=q.dtype, device=q.device)
@@ -236,6 +267,7 @@ def paged_decode(
         plan.partial,
         plan.lse,
         plan.arrived,
+        kv_scales,
         block_tables.stride(0),
         Q_TOKEN_STRIDE=q.stride(0),
         Q_HEAD_STRIDE=q.stride(1),
@@ -258,6 +290,7 @@ def paged_decode(
         WINDOW=plan.window or 0,
         SHARED=shared,
         PDL=pdl,
+        NATIVE=q.is_cuda and q.dtype != torch.float32,
         num_warps=num_warps,
         launch_pdl=pdl,
     )
@@ -273,6 +306,7 @@ def paged_decode_reference(
     context_lens: torch.Tensor,
     scale: float,
     window: int | None = None,
+    kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`DecodePlan.update` and `paged_decode` in plain torch, float32 inside (float64 for such a q)."""
     block_size, num_kv_heads = k_cache.shape[1:3]
@@ -283,6 +317,8 @@ def paged_decode_reference(
             continue
         blocks = block_tables[row, : -(-context_len // block_size)].long()
         k, v = (c[blocks].flatten(0, 1)[:context_len].to(dtype).transpose(0, 1) for c in (k_cache, v_cache))
+        if kv_scales is not None:
+            k, v = k * kv_scales[0, :, None, None], v * kv_scales[1, :, None, None]
         heads = q[i].to(dtype).unflatten(0, (num_kv_heads, -1))  # [num_kv_heads, group, head_dim]
         scores = heads @ k.transpose(-1, -2) * scale
         if window is not None:

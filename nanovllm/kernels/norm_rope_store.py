@@ -4,6 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.fp8_kv import store_kv
+
 
 @triton.jit(do_not_specialize_on_alignment=["positions_ptr", "slots_ptr"])
 def _norm_rope_store_kernel(
@@ -15,6 +17,7 @@ def _norm_rope_store_kernel(
     k_weight_ptr,
     k_cache_ptr,
     v_cache_ptr,
+    scales_ptr,
     eps,
     NUM_Q_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -51,9 +54,14 @@ def _norm_rope_store_kernel(
     position = tl.load(positions_ptr + token).to(tl.int64)
     slot = tl.load(slots_ptr + token).to(tl.int64)
     target = slot * (NUM_KV_HEADS * HEAD_DIM) + inner
+    FP8: tl.constexpr = scales_ptr is not None
+    kv_scale = 1.0
+    if FP8:  # of keys, then of values
+        scales = scales_ptr + tl.where(is_v, NUM_KV_HEADS, 0) + head
+        kv_scale = tl.load(scales, mask=head < NUM_KV_HEADS, other=1.0)[:, None]
     if is_v:
-        tl.store(v_cache_ptr + target, raw_low, mask=mask)
-        tl.store(v_cache_ptr + target + HALF, raw_high, mask=mask)
+        store_kv(v_cache_ptr + target, raw_low, mask, kv_scale, FP8)
+        store_kv(v_cache_ptr + target + HALF, raw_high, mask, kv_scale, FP8)
     else:
         angles = cos_sin_ptr + position * HEAD_DIM + dims
         cos = tl.load(angles, mask=dim_mask, other=0.0)[None, :]
@@ -80,8 +88,8 @@ def _norm_rope_store_kernel(
             tl.store(source, new_low, mask=mask)
             tl.store(source + HALF, new_high, mask=mask)
         else:
-            tl.store(k_cache_ptr + target, new_low, mask=mask)
-            tl.store(k_cache_ptr + target + HALF, new_high, mask=mask)
+            store_kv(k_cache_ptr + target, new_low, mask, kv_scale, FP8)
+            store_kv(k_cache_ptr + target + HALF, new_high, mask, kv_scale, FP8)
 
 
 def norm_rope_store(
@@ -95,6 +103,7 @@ def norm_rope_store(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     num_q_heads: int,
+    kv_scales: torch.Tensor | None = None,
     block_heads: int = 8,
     num_warps: int = 4,
     pdl: bool = False,
@@ -116,6 +125,7 @@ def norm_rope_store(
         k_weight,
         k_cache,
         v_cache,
+        kv_scales,
         eps,
         NUM_Q_HEADS=num_q_heads,
         NUM_KV_HEADS=num_kv_heads,

@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from nanovllm.kernels.fp8_kv import scale_query
+
 LOG2_E = 1.4426950408889634
 
 
@@ -27,8 +29,8 @@ def add_tile(scores, v, acc, row_max, row_sum, SCALE_LOG2: tl.constexpr, PRECISI
     do_not_specialize_on_alignment=["table_ptr", "rows_ptr", "cu_seqlens_ptr", "context_lens_ptr"],
 )
 def _prefill_kernel(
-    q_ptr, k_ptr, v_ptr, k_tiles, v_tiles, out_ptr, table_ptr, rows_ptr, cu_seqlens_ptr, context_lens_ptr, num_seqs,
-    table_stride,
+    q_ptr, k_ptr, v_ptr, k_tiles, v_tiles, out_ptr, table_ptr, rows_ptr, cu_seqlens_ptr, context_lens_ptr,
+    scales_ptr, num_seqs, table_stride,
     Q_TOKEN_STRIDE: tl.constexpr, Q_HEAD_STRIDE: tl.constexpr, KV_BLOCK_STRIDE: tl.constexpr,
     KV_TOKEN_STRIDE: tl.constexpr, KV_HEAD_STRIDE: tl.constexpr, SCALE_LOG2: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -43,6 +45,7 @@ def _prefill_kernel(
     Programs run from the last tile to the first: within a sequence that is the longest first, so the tail is short.
     With TMA, `k_tiles` and `v_tiles` are descriptors of the cache as [slots, KV heads and dims]: tiles of keys that
     every row sees come through the copy engine, which needs no registers; the last ones by pointers, as all do without.
+    `scales_ptr`: of a cache in float8, see `fp8_kv`.
     """
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -69,6 +72,8 @@ def _prefill_kernel(
     global_token = (first_token + token).to(tl.int64)
     q_offsets = global_token * Q_TOKEN_STRIDE + head * Q_HEAD_STRIDE
     q = tl.load(q_ptr + q_offsets[:, None] + dims[None, :], mask=mask, other=0.0)
+    if scales_ptr is not None:
+        q = scale_query(q, tl.load(scales_ptr + kv_head))
     k_base = k_ptr + kv_head.to(tl.int64) * KV_HEAD_STRIDE
     v_base = v_ptr + kv_head.to(tl.int64) * KV_HEAD_STRIDE
 
@@ -90,6 +95,9 @@ def _prefill_kernel(
             block = tl.load(table + tl.minimum(start + BLOCK_N, end - 1) // BLOCK_SIZE)
             k = k_tiles.load([slot, kv_head * HEAD_DIM])
             v = v_tiles.load([slot, kv_head * HEAD_DIM])
+            if scales_ptr is not None:
+                k = k.to(q.dtype)
+                v = v.to(q.dtype)
             scores = tl.dot(q, k.T, input_precision=PRECISION)
             if WINDOW:  # noqa: SIM102 - known when compiling
                 if start < end - WINDOW:
@@ -116,6 +124,9 @@ def _prefill_kernel(
         else:
             k = tl.load(k_ptrs, mask=(dims < HEAD_DIM)[:, None], other=0.0)
             v = tl.load(v_ptrs, mask=(dims < HEAD_DIM)[None, :], other=0.0)
+        if scales_ptr is not None:
+            k = k.to(q.dtype)
+            v = v.to(q.dtype)
         scores = tl.dot(q, k, input_precision=PRECISION)
         if start >= masked_from:
             scores = tl.where((start + lanes)[None, :] <= position[:, None], scores, float("-inf"))
@@ -125,6 +136,8 @@ def _prefill_kernel(
         acc, row_max, row_sum = add_tile(scores, v, acc, row_max, row_sum, SCALE_LOG2, PRECISION)
 
     out = acc / row_sum[:, None]
+    if scales_ptr is not None:
+        out *= tl.load(scales_ptr + NUM_KV_HEADS + kv_head)
     out_offsets = (global_token * NUM_KV_HEADS * GROUP + head) * HEAD_DIM
     tl.store(out_ptr + out_offsets[:, None] + dims[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -173,6 +186,7 @@ def paged_prefill(
     scale: float,
     out: torch.Tensor | None = None,
     window: int | None = None,
+    kv_scales: torch.Tensor | None = None,
     tma: bool | None = None,
     config: tuple[int, int, int, int] | None = None,
 ) -> torch.Tensor:
@@ -186,6 +200,7 @@ def paged_prefill(
     context_lens: [num_seqs] int32, cached and new tokens; new token j stands at context_len - q_len + j
     out: where to write, contiguous; new by default
     window: keys that a token sees, itself included; None: all before it
+    kv_scales: [2, num_kv_heads] float32, of a cache in float8: of keys, then of values
     tma: fetch keys and values through the copy engine; by default wherever it can (`can_use_tma`)
     config: `tile_config`'s, for tuning
     Returns [num_tokens, num_q_heads, head_dim], contiguous, of q's dtype.
@@ -212,6 +227,7 @@ def paged_prefill(
         rows,
         cu_seqlens_q,
         context_lens,
+        kv_scales,
         num_seqs,
         block_tables.stride(0),
         Q_TOKEN_STRIDE=q.stride(0),
@@ -247,6 +263,7 @@ def paged_prefill_reference(
     context_lens: torch.Tensor,
     scale: float,
     window: int | None = None,
+    kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`paged_prefill` in plain torch, float32 (or float64, where q is that) inside, one sequence at a time."""
     block_size, num_kv_heads = k_cache.shape[1:3]
@@ -257,6 +274,8 @@ def paged_prefill_reference(
         start, stop = starts[i], starts[i + 1]
         blocks = block_tables[row, : -(-context_len // block_size)].long()
         k, v = (c[blocks].flatten(0, 1)[:context_len].to(dtype).transpose(0, 1) for c in (k_cache, v_cache))
+        if kv_scales is not None:
+            k, v = k * kv_scales[0, :, None, None], v * kv_scales[1, :, None, None]
         heads = q[start:stop].to(dtype).transpose(0, 1).unflatten(0, (num_kv_heads, -1))
         scores = heads @ k.unsqueeze(1).transpose(-1, -2) * scale  # [num_kv_heads, group, q_len, context_len]
         position = torch.arange(context_len - (stop - start), context_len, device=q.device)

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 
 from nanovllm.sampling_params import GREEDY_BELOW
 
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0  # its largest value
 NOISE_SPAN = 26.0  # above the range of the noise, from -log(24 log 2) = -2.8 to 33 log 2 = 22.9, and roundings
 
 
@@ -97,6 +99,7 @@ def norm_rope_store(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     num_q_heads: int,
+    kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Normalise q and k per head, rotate both (Su et al., 2021), write k and v into the paged cache.
 
@@ -108,6 +111,7 @@ def norm_rope_store(
     cos_sin: [max_position, head_dim] float32, cosines in the first half, sines in the second
     q_weight, k_weight: [head_dim] of qkv's dtype or float32 (see `rms_norm`), both or neither; None: no norm
     k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim], contiguous
+    kv_scales: [2, num_kv_heads] float32 for caches in float8: what is stored is k and v divided by them, saturating
     Returns q [num_tokens, num_q_heads, head_dim], possibly a view of qkv or strided.
     """
     num_tokens = qkv.shape[0]
@@ -131,9 +135,17 @@ def norm_rope_store(
     rotated = rotated.to(qkv.dtype)
     q, k, v = rotated[:, :num_q_heads], rotated[:, num_q_heads:], heads[:, num_rotated:]
     slots = slots.long()
+    if kv_scales is not None:  # bytes: torch copies no float8 by index
+        k, v = (to_fp8(x, s[:, None]).view(torch.uint8) for x, s in zip((k, v), kv_scales, strict=True))
+        k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
     k_cache.view(-1, num_kv_heads, head_dim).index_copy_(0, slots, k)
     v_cache.view(-1, num_kv_heads, head_dim).index_copy_(0, slots, v)
     return q
+
+
+def to_fp8(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """x / scale in float8 (e4m3), contiguous; what is beyond its range saturates, NaN stays."""
+    return (x.float() / scale).clamp_(-FP8_MAX, FP8_MAX).to(FP8)
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.filters import filter_bounds
+from nanovllm.layers.sampler import Filters
 from nanovllm.sampling_params import GREEDY_BELOW
 
 TARGET_PROGRAMS = 1056  # 8 on each of an H200's 132 multiprocessors: enough loads in flight
@@ -45,10 +47,13 @@ def _sample_kernel(
     temperatures_ptr,
     seeds_ptr,
     positions_ptr,
+    floors_ptr,
+    last_ids_ptr,
     scores_ptr,
     ids_ptr,
     row_stride,
     tiles,
+    FILTERED: tl.constexpr,
     VOCAB: tl.constexpr,
     FIRST_ID: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -59,6 +64,7 @@ def _sample_kernel(
     """One program: the best score, in units of ln 2, and its id among `tiles` tiles of BLOCK columns of a row.
 
     Column i of VOCAB is the token id FIRST_ID + i.
+    FILTERED: only of logits above the row's floor, and of ids up to the last one of those that equal it.
     """
     split = tl.program_id(0)
     row = tl.program_id(1)
@@ -71,14 +77,21 @@ def _sample_kernel(
     a = _mix(seed.to(tl.uint32) ^ stirred)
     b = _mix((seed >> 32).to(tl.uint32) ^ a ^ tl.full([], 0x85EBCA6B, tl.uint32))
 
+    if FILTERED:
+        floor = tl.load(floors_ptr + row)
+        last_id = tl.load(last_ids_ptr + row)
     ids = split * tiles * BLOCK + tl.arange(0, BLOCK)
     base = logits_ptr + row.to(tl.int64) * row_stride
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     best_ids = ids  # in range in the lane that wins when nothing is above -inf: the lowest
     for _ in range(0, tiles):
-        score = tl.load(base + ids, mask=ids < VOCAB, other=float("-inf")).to(tl.float32) * scale
+        logits = tl.load(base + ids, mask=ids < VOCAB, other=float("-inf")).to(tl.float32)
+        score = logits * scale
         if temperature >= MIN_TEMP:
             score += _noise(a, b, ids + FIRST_ID, FAST)
+        if FILTERED:
+            stays = (logits > floor) | ((logits == floor) & (ids <= last_id))
+            score = tl.where(stays, score, float("-inf"))
         better = score > best  # false for NaN
         best = tl.where(better, score, best)
         best_ids = tl.where(better, ids, best_ids)
@@ -119,13 +132,17 @@ def gumbel_sample(
     block: int = 1024,
     num_warps: int = 4,
     target_programs: int = TARGET_PROGRAMS,
+    bounds: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """`reference.gumbel_sample` in two launches, no synchronisation. The last three arguments are for tuning: columns
-    of a tile, and the programs that the vocabulary is split to reach."""
+    """`reference.gumbel_sample` in two launches, no synchronisation, of all ids or those within `filter_bounds`.
+
+    Block, warps and target_programs are for tuning: columns of a tile, and the programs that the vocabulary is split
+    to reach.
+    """
     if out is None:
         out = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
-    columns = vocab_size or logits.shape[1]
-    _sample(logits, temperatures, seeds, positions, 0, columns, out, None, block, num_warps, target_programs)
+    tuning = (block, num_warps, target_programs)
+    _sample(logits, temperatures, seeds, positions, 0, vocab_size or logits.shape[1], out, None, bounds, tuning)
     return out
 
 
@@ -140,15 +157,17 @@ def gumbel_best(
     """`reference.gumbel_best` in the same two launches; scores are in units of ln 2."""
     tokens = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
     best = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
-    _sample(logits, temperatures, seeds, positions, first_id, count, tokens, best, 1024, 4, TARGET_PROGRAMS)
+    tuning = (1024, 4, TARGET_PROGRAMS)
+    _sample(logits, temperatures, seeds, positions, first_id, count, tokens, best, None, tuning)
     return best, tokens
 
 
 def _sample(
     logits: torch.Tensor, temperatures: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor,
     first_id: int, vocab_size: int, out: torch.Tensor, best: torch.Tensor | None,
-    block: int, num_warps: int, target_programs: int,
+    bounds: tuple[torch.Tensor, torch.Tensor] | None, tuning: tuple[int, int, int],
 ) -> None:  # fmt: skip
+    block, num_warps, target_programs = tuning
     batch = logits.shape[0]
     tiles = -(-vocab_size // block)
     tiles_each = -(-tiles // min(tiles, -(-target_programs // batch)))
@@ -160,10 +179,12 @@ def _sample(
         temperatures,
         seeds,
         positions,
+        *(bounds or (None, None)),
         scores,
         ids,
         logits.stride(0),
         tiles_each,
+        FILTERED=bounds is not None,
         VOCAB=vocab_size,
         FIRST_ID=first_id,
         BLOCK=block,
@@ -173,3 +194,11 @@ def _sample(
         num_warps=num_warps,
     )
     _pick_kernel[(batch,)](scores, ids, out, best, splits, BLOCK=256, WITH_SCORE=best is not None, num_warps=1)
+
+
+def filtered_sample(
+    logits: torch.Tensor, filters: Filters, seeds: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor:
+    """`sampler.filtered_sample` without sorting: a bound for each row, then the draw. No synchronisation."""
+    bounds = filter_bounds(logits, filters.temperatures, filters.top_ks, filters.top_ps, filters.min_ps)
+    return gumbel_sample(logits, filters.temperatures, seeds, positions, bounds=bounds)

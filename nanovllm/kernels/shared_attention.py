@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.decode_plan import DecodePlan
+from nanovllm.kernels.fp8_kv import scale_query
 from nanovllm.kernels.prefill_attention import add_tile, cache_tiles, can_use_tma
 from nanovllm.kernels.shared_prefixes import ITEM_FIELDS, TILE_ROWS, SharedPrefixes
 
@@ -23,7 +24,7 @@ LOG2_E = 1.4426950408889634
 )
 def _shared_kernel(
     q_ptr, k_ptr, v_ptr, k_tiles, v_tiles, table_ptr, items_ptr, count_ptr, members_ptr, bases_ptr, partial_ptr,
-    lse_ptr, table_stride, first_slot,
+    lse_ptr, scales_ptr, table_stride, first_slot,
     Q_TOKEN_STRIDE: tl.constexpr, Q_HEAD_STRIDE: tl.constexpr, KV_BLOCK_STRIDE: tl.constexpr,
     KV_TOKEN_STRIDE: tl.constexpr, KV_HEAD_STRIDE: tl.constexpr, SCALE_LOG2: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -32,8 +33,8 @@ def _shared_kernel(
 ):  # fmt: skip
     """One program: one KV head and some work items. Row r of a tile is query head r % GROUP of member r // GROUP.
 
-    `k_tiles`, `v_tiles`, TMA: as for prefill attention. Dependents are let go after the wait: they may count on all
-    that this kernel waited for.
+    `k_tiles`, `v_tiles`, `scales_ptr`, TMA: as for prefill attention. Dependents are let go after the wait: they may
+    count on all that this kernel waited for.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -59,6 +60,8 @@ def _shared_kernel(
         mask = live[:, None] & (dims < HEAD_DIM)[None, :]
         q_offsets = seq.to(tl.int64) * Q_TOKEN_STRIDE + head * Q_HEAD_STRIDE
         q = tl.load(q_ptr + q_offsets[:, None] + dims[None, :], mask=mask, other=0.0)
+        if scales_ptr is not None:
+            q = scale_query(q, tl.load(scales_ptr + kv_head))
 
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -81,11 +84,16 @@ def _shared_kernel(
                     offsets = blocks.to(tl.int64) * KV_BLOCK_STRIDE + (keys % BLOCK_SIZE) * KV_TOKEN_STRIDE
                 k = tl.load(k_base + offsets[None, :] + dims[:, None], mask=(dims < HEAD_DIM)[:, None], other=0.0)
                 v = tl.load(v_base + offsets[:, None] + dims[None, :], mask=(dims < HEAD_DIM)[None, :], other=0.0)
+            if scales_ptr is not None:
+                k = k.to(q.dtype)
+                v = v.to(q.dtype)
             scores = tl.dot(q, k, input_precision=PRECISION)
             if BLOCK_SIZE % BLOCK_N != 0:
                 scores = tl.where((tile_start + lanes < end)[None, :], scores, float("-inf"))
             acc, row_max, row_sum = add_tile(scores, v, acc, row_max, row_sum, SCALE_LOG2, PRECISION)
 
+        if scales_ptr is not None:
+            acc *= tl.load(scales_ptr + NUM_KV_HEADS + kv_head)
         place = first_slot + tl.load(bases_ptr + seq, mask=live, other=0) + part
         places = place.to(tl.int64) * (NUM_KV_HEADS * GROUP) + head
         tl.store(partial_ptr + places[:, None] * HEAD_DIM + dims[None, :], acc / row_sum[:, None], mask=mask)
@@ -111,12 +119,13 @@ def shared_parts(
     shared: SharedPrefixes[torch.Tensor],
     plan: DecodePlan,
     pdl: bool = False,
+    kv_scales: torch.Tensor | None = None,
     tma: bool | None = None,
     config: tuple[int, int, int, int] | None = None,
 ) -> None:
     """Attention of one new token per sequence to the shared keys alone, into the plan's workspace.
 
-    q, k_cache, v_cache, block_tables, scale, pdl: as for `paged_decode`, which has to follow
+    q, k_cache, v_cache, block_tables, scale, pdl, kv_scales: as for `paged_decode`, which has to follow
     shared: this batch's
     tma: fetch keys and values through the copy engine; by default wherever it can
     config: `tile_config`'s, for tuning
@@ -141,6 +150,7 @@ def shared_parts(
         shared.bases,
         plan.partial,
         plan.lse,
+        kv_scales,
         block_tables.stride(0),
         plan.capacity,
         Q_TOKEN_STRIDE=q.stride(0),

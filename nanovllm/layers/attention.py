@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from nanovllm.kernels.reference import FP8
 from nanovllm.kernels.shared_prefixes import SharedPrefixes
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ class AttentionBackend(Protocol):
         step: "Step",
         scale: float,
         window: int | None = None,
+        kv_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Causal attention over the cache.
 
@@ -65,6 +67,7 @@ class AttentionBackend(Protocol):
             step: says which tokens belong to which sequence.
             scale: on the scores.
             window: keys that a token sees, itself included (one of those the backend was made for); None: all.
+            kv_scales: [2, num_kv_heads] float32, of a cache in float8: of keys, then of values.
 
         Returns:
             [T, num_q_heads, head_dim].
@@ -105,6 +108,7 @@ class TorchAttention:
 
     Args:
         windows: what layers will ask for.
+        dtype: of queries; None: the cache's.
     """
 
     name = "torch"
@@ -112,13 +116,15 @@ class TorchAttention:
     graphs = False
     shared: SharedPrefixes[torch.Tensor] | None = None
 
-    def __init__(self, windows: Collection[int | None] = (None,)):
+    def __init__(self, windows: Collection[int | None] = (None,), dtype: torch.dtype | None = None):
         self._windows = windows
+        self._dtype = dtype
 
     def plan(
         self, inputs: "StepInput", rows: torch.Tensor, context_lens: torch.Tensor, step: "Step"
     ) -> dict[int | None, TorchPlan]:
-        return {window: _plan(inputs, step, window) for window in self._windows}
+        dtype = self._dtype or step.kv_cache.dtype
+        return {window: _plan(inputs, step, window, dtype) for window in self._windows}
 
     def plan_decodes(
         self, rows: torch.Tensor, context_lens: torch.Tensor, block_tables: torch.Tensor, shared: bool
@@ -133,11 +139,21 @@ class TorchAttention:
         step: "Step",
         scale: float,
         window: int | None = None,
+        kv_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
         assert isinstance(step.plan, dict)
+        if kv_scales is None:
+            return self._attend_step(q, k_cache, v_cache, step.plan[window], scale)
+        group = q.shape[1] // k_cache.shape[2]
+        k_scales, v_scales = kv_scales.to(q.dtype).repeat_interleave(group, dim=1)[:, :, None]
+        return self._attend_step(q * k_scales, k_cache, v_cache, step.plan[window], scale).mul_(v_scales)
+
+    def _attend_step(
+        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: TorchPlan, scale: float
+    ) -> torch.Tensor:
         # On a GPU this backend is the reference: only the math kernel computes float32 in float32 for every mask.
         with sdpa_kernel(SDPBackend.MATH) if q.is_cuda else nullcontext():
-            return self._attend(q, k_cache, v_cache, step.plan[window], scale)
+            return self._attend(q, k_cache, v_cache, plan, scale)
 
     def _attend(
         self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: TorchPlan, scale: float
@@ -153,7 +169,7 @@ class TorchAttention:
         return out
 
 
-def _plan(inputs: "StepInput", step: "Step", window: int | None) -> TorchPlan:
+def _plan(inputs: "StepInput", step: "Step", window: int | None, dtype: torch.dtype) -> TorchPlan:
     """Sort a step's sequences, each with the blocks that its first token in this step sees and the later ones."""
     block_size = step.kv_cache.shape[3]
     first_blocks = np.zeros_like(inputs.starts)
@@ -172,7 +188,7 @@ def _plan(inputs: "StepInput", step: "Step", window: int | None) -> TorchPlan:
     groups = []
     while len(decodes):
         n = int(np.searchsorted(num_blocks[decodes], MAX_PADDING * num_blocks[decodes[0]], side="right"))
-        groups.append(_decode_group(inputs, step, np.sort(decodes[:n]), firsts, first_blocks, window))
+        groups.append(_decode_group(inputs, step, np.sort(decodes[:n]), firsts, first_blocks, window, dtype))
         decodes = decodes[n:]
     return TorchPlan(groups, prompts)
 
@@ -184,6 +200,7 @@ def _decode_group(
     firsts: np.ndarray,
     first_blocks: np.ndarray,
     window: int | None,
+    dtype: torch.dtype,
 ) -> DecodeGroup:
     device, block_size = step.block_tables.device, step.kv_cache.shape[3]
     begins = first_blocks[chosen] * block_size
@@ -196,7 +213,7 @@ def _decode_group(
     tables = step.block_tables[rows, visible.clamp_(max=step.block_tables.shape[1] - 1)].long()
     tables.masked_fill_(columns * block_size >= lens, 0)  # an unused column may hold anything
     positions = torch.arange(max_blocks * block_size, device=device)
-    mask = torch.zeros(len(chosen), max_blocks * block_size, dtype=step.kv_cache.dtype, device=device)
+    mask = torch.zeros(len(chosen), max_blocks * block_size, dtype=dtype, device=device)
     mask.masked_fill_(positions >= lens, float("-inf"))
     if window is not None:
         mask.masked_fill_(positions < lens - window, float("-inf"))
@@ -214,14 +231,24 @@ def _attend_decodes(
         shape = (group.blocks.numel(), *k_cache.shape[1:])
         group.buffers = (k_cache.new_empty(shape), v_cache.new_empty(shape))
     k, v = group.buffers
-    torch.index_select(k_cache, 0, group.blocks, out=k)
-    torch.index_select(v_cache, 0, group.blocks, out=v)
-    k = k.view(n, -1, num_kv_heads, head_dim).transpose(1, 2)
-    v = v.view(n, -1, num_kv_heads, head_dim).transpose(1, 2)
+    torch.index_select(_movable(k_cache), 0, group.blocks, out=_movable(k))
+    torch.index_select(_movable(v_cache), 0, group.blocks, out=_movable(v))
+    k = k.to(q.dtype).view(n, -1, num_kv_heads, head_dim).transpose(1, 2)
+    v = v.to(q.dtype).view(n, -1, num_kv_heads, head_dim).transpose(1, 2)
     # The query heads that share a KV head stand where a prompt's queries would: K and V are read once for all.
     q = q.reshape(n, num_kv_heads, num_q_heads // num_kv_heads, head_dim)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=group.mask, scale=scale)
     return out.reshape(n, num_q_heads, head_dim)
+
+
+def _movable(cache: torch.Tensor) -> torch.Tensor:
+    """float8 as bytes: not every torch operation moves it."""
+    return cache.view(torch.uint8) if cache.dtype == FP8 else cache
+
+
+def _visible(cache: torch.Tensor, blocks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The slots of some blocks, [num_slots, num_kv_heads, head_dim]."""
+    return _movable(cache)[blocks].view(cache.dtype).to(dtype).flatten(0, 1)
 
 
 def _attend_prompt(
@@ -231,7 +258,7 @@ def _attend_prompt(
     num_kv_heads = k_cache.shape[2]
     group = num_q_heads // num_kv_heads
     k, v = (
-        cache[prompt.blocks].view(-1, num_kv_heads, head_dim)[: prompt.context_len].transpose(0, 1).unsqueeze(1)
+        _visible(cache, prompt.blocks, q.dtype)[: prompt.context_len].transpose(0, 1).unsqueeze(1)
         for cache in (k_cache, v_cache)
     )  # [num_kv_heads, 1, context_len, head_dim]
     q = q.view(num_tokens, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)

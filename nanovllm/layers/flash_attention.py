@@ -69,8 +69,10 @@ class FlashAttention:
         step: "Step",
         scale: float,
         window: int | None = None,
+        kv_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
         plan = step.plan
+        assert kv_scales is None  # a cache in float8 has been refused
         assert isinstance(plan, FlashPlan)
         n = plan.num_decodes
         # Keys before and after the query's own.

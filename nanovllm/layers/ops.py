@@ -14,7 +14,9 @@ OVERLAP_ROWS = 256
 
 @dataclass(frozen=True)
 class Ops:
-    """Signatures and shapes are documented in `nanovllm.kernels.reference` and, of `moe`, in `moe_reference`."""
+    """Signatures and shapes are documented in `nanovllm.kernels.reference`, of `moe` in `moe_reference`, of
+    `filtered_sample` and
+    `penalise` in `nanovllm.layers.sampler`."""
 
     rms_norm: Callable[..., torch.Tensor]
     add_rms_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -22,15 +24,20 @@ class Ops:
     norm_rope_store: Callable[..., torch.Tensor]
     gumbel_sample: Callable[..., torch.Tensor]
     gumbel_best: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    filtered_sample: Callable[..., torch.Tensor]
+    penalise: Callable[..., torch.Tensor]
     decode_inputs: Callable[..., Any]
+    fp8_linear: Callable[..., torch.Tensor]  # documented in `fp8_reference`
     moe: Callable[..., torch.Tensor]  # its result as it is, or as parts for add_rms_norm
     small_linear: Callable[..., torch.Tensor] | None = None  # x [1..SMALL_ROWS, in], weight, bias; None: not faster
     split_linear: Callable[..., torch.Tensor] | None = None  # x, weight to parts for add_rms_norm; None: not faster
+    fp8_split_linear: Callable[..., torch.Tensor] | None = None  # x, weight, scales, input_scale to the same
 
 
 def torch_ops() -> Ops:
     """Plain torch: the CPU's own path, and what the kernels are tested against."""
-    from nanovllm.kernels import moe_reference, reference
+    from nanovllm.kernels import fp8_reference, moe_reference, reference
+    from nanovllm.layers.sampler import filtered_sample, penalise
 
     return Ops(
         reference.rms_norm,
@@ -39,7 +46,10 @@ def torch_ops() -> Ops:
         reference.norm_rope_store,
         reference.gumbel_sample,
         reference.gumbel_best,
+        filtered_sample,
+        penalise,
         reference.decode_inputs,
+        fp8_reference.fp8_linear,
         moe_reference.moe,
     )
 
@@ -51,27 +61,32 @@ def triton_ops(device: torch.device, dtype: torch.dtype) -> Ops:
     before ends, and waits for its results only where it needs them.
     """
     from nanovllm.kernels.decode_inputs import decode_inputs
+    from nanovllm.kernels.fp8_linear import fp8_linear
+    from nanovllm.kernels.fp8_split_gemm import fp8_split_linear
     from nanovllm.kernels.moe import moe
     from nanovllm.kernels.norm_rope_store import norm_rope_store
+    from nanovllm.kernels.penalties import penalise
     from nanovllm.kernels.rms_norm import add_rms_norm, rms_norm
-    from nanovllm.kernels.sampling import gumbel_best, gumbel_sample
+    from nanovllm.kernels.sampling import filtered_sample, gumbel_best, gumbel_sample
     from nanovllm.kernels.silu_mul import silu_mul
     from nanovllm.kernels.small_gemm import small_linear
     from nanovllm.kernels.split_gemm import split_linear
 
+    sampling = gumbel_sample, gumbel_best, filtered_sample, penalise
     if not has_dependent_launch(device) or dtype == torch.float32:
-        return Ops(rms_norm, add_rms_norm, silu_mul, norm_rope_store, gumbel_sample, gumbel_best, decode_inputs, moe)
+        return Ops(rms_norm, add_rms_norm, silu_mul, norm_rope_store, *sampling, decode_inputs, fp8_linear, moe)
     return Ops(
         _overlapping(rms_norm),
         _overlapping(add_rms_norm),
         _overlapping(silu_mul),
         _overlapping(norm_rope_store),
-        gumbel_sample,
-        gumbel_best,
+        *sampling,
         decode_inputs,
+        _overlapping(fp8_linear),
         _overlapping(moe),
         _overlapping(small_linear),
         _overlapping(split_linear),
+        _overlapping(fp8_split_linear),
     )
 
 

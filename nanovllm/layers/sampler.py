@@ -9,9 +9,12 @@ from dataclasses import dataclass
 
 import torch
 
+from nanovllm.kernels import reference
 from nanovllm.sampling_params import GREEDY_BELOW
 
 CHUNK_ELEMENTS = 1 << 23  # logits sorted at once: bounds the memory that a full batch of filtered rows takes
+
+IN_PROMPT = 1 << 30  # beside the number of occurrences in a completion, which has fewer tokens
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,13 @@ def _filter(logits: torch.Tensor, filters: Filters) -> torch.Tensor:
     return logits.masked_fill(torch.zeros_like(outside).scatter_(1, order, outside), float("-inf"))
 
 
+def filtered_sample(
+    logits: torch.Tensor, filters: Filters, seeds: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor:
+    """Draw a token id a row, [n] int64, from what its filters leave; seeds and positions as in `gumbel_sample`."""
+    return reference.gumbel_sample(apply_filters(logits, filters), filters.temperatures, seeds, positions)
+
+
 def apply_masks(logits: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
     """Logits [n, vocab_size] with -inf where a row's bit is 0; masks: [n, ceil(vocab_size / 32)] int32."""
     ids = torch.arange(logits.shape[1], device=logits.device)
@@ -68,22 +78,26 @@ def apply_masks(logits: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
     return torch.cat([part.masked_fill((some[:, words] >> shifts) & 1 == 0, float("-inf")) for part, some in parts])
 
 
-def apply_penalties(
-    logits: torch.Tensor, in_prompt: torch.Tensor, counts: torch.Tensor, penalties: torch.Tensor
+def penalise(
+    logits: torch.Tensor, rows: torch.Tensor, occurrences: torch.Tensor, penalties: torch.Tensor
 ) -> torch.Tensor:
     """Repetition (Keskar et al., 2019), frequency and presence penalty, as vLLM and OpenAI define them.
 
     Args:
-        logits: [n, vocab_size] float32.
-        in_prompt: [n, vocab_size] bool, tokens of the prompt.
-        counts: [n, vocab_size] int, how often each token is in the completion.
-        penalties: [3, n] float32: repetition, presence, frequency.
+        logits: [n, vocab_size], any float type.
+        rows: [n] int64, of the next two.
+        occurrences: [num_rows, vocab_size] int32: how often a token is in the completion, plus IN_PROMPT if the
+            prompt holds it.
+        penalties: [3, num_rows] float32: repetition, presence, frequency; 1, 0, 0 is none.
+
+    Returns:
+        [n, vocab_size] float32.
     """
-    repetition, presence, frequency = penalties[:, :, None]
-    in_completion = counts > 0
+    repetition, presence, frequency = penalties[:, rows, None]
+    logits, occurred = logits.float(), occurrences[rows]
+    counts = occurred & (IN_PROMPT - 1)
     repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
-    logits = torch.where(in_prompt | in_completion, repeated, logits)
-    return logits - counts * frequency - in_completion * presence
+    return torch.where(occurred > 0, repeated, logits) - counts * frequency - (counts > 0) * presence
 
 
 def top_logprobs(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:

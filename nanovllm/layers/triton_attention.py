@@ -84,18 +84,20 @@ class TritonAttention:
         step: "Step",
         scale: float,
         window: int | None = None,
+        kv_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
         plan = step.plan
         assert isinstance(plan, TritonPlan)
         n = plan.num_decodes
         if plan.cu_seqlens is None:
             pdl = self._overlap_launches and n <= OVERLAP_ROWS
-            return self._decode(q, k_cache, v_cache, step, scale, window, None, pdl)
+            return self._decode(q, k_cache, v_cache, step, scale, window, kv_scales, None, pdl)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if n:
-            self._decode(q[:n], k_cache, v_cache, step, scale, window, out[:n], False)
+            self._decode(q[:n], k_cache, v_cache, step, scale, window, kv_scales, out[:n], False)
         tables, rows, context_lens = step.block_tables, step.rows[n:], step.context_lens[n:]
-        paged_prefill(q[n:], k_cache, v_cache, tables, rows, plan.cu_seqlens, context_lens, scale, out[n:], window)
+        where = (tables, rows, plan.cu_seqlens, context_lens)
+        paged_prefill(q[n:], k_cache, v_cache, *where, scale, out[n:], window, kv_scales)
         return out
 
     def _decode(
@@ -106,6 +108,7 @@ class TritonAttention:
         step: "Step",
         scale: float,
         window: int | None,
+        kv_scales: torch.Tensor | None,
         out: torch.Tensor | None,
         pdl: bool,
     ) -> torch.Tensor:
@@ -113,5 +116,5 @@ class TritonAttention:
         decode_plan, shared = self._decode_plans[window], step.plan.shared if window is None else None
         args = (q, k_cache, v_cache, step.block_tables, scale)
         if shared is not None:
-            shared_parts(*args, shared, decode_plan, pdl)
-        return paged_decode(*args, decode_plan, out, pdl, shared is not None)
+            shared_parts(*args, shared, decode_plan, pdl, kv_scales)
+        return paged_decode(*args, decode_plan, out, pdl, shared is not None, kv_scales)

@@ -78,8 +78,6 @@ class DecoderSpec:
         for name, neutral in NEUTRAL.items():
             if getattr(hf_config, name, None) not in (None, neutral):
                 raise ValueError(f"{name} {getattr(hf_config, name)!r} in the model's config is not supported")
-        if getattr(hf_config, "quantization_config", None):
-            raise ValueError(f"quantised checkpoints are not supported: {hf_config.quantization_config}")
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
         for name in sizes:
             _size(hf_config, name)
@@ -196,6 +194,7 @@ class Attention(nn.Module):
     def forward(self, x: torch.Tensor, step: Step, wanted: torch.Tensor | None) -> torch.Tensor:
         """Of all tokens, or of those `wanted`; keys and values are written of all."""
         k_cache, v_cache = step.kv_cache[self.layer]
+        scales = None if step.kv_scales is None else step.kv_scales[self.layer]
         q = self._build.ops.norm_rope_store(
             self._project(x),
             step.positions,
@@ -207,8 +206,9 @@ class Attention(nn.Module):
             k_cache,
             v_cache,
             self.num_q_heads,
+            scales,
         )
-        out = self._build.attention.attend(q, k_cache, v_cache, step, self.scale, self.window)
+        out = self._build.attention.attend(q, k_cache, v_cache, step, self.scale, self.window, scales)
         out = out.flatten(1)
         return self.o_proj.parts_of(out if wanted is None else out[wanted])
 
@@ -299,6 +299,7 @@ class DecoderForCausalLM(nn.Module):
         super().__init__()
         self.spec = spec
         self.ranks = build.ranks
+        self.dtype = build.dtype
         self.model = DecoderModel(spec, build)
         tied = self.model.embed_tokens if spec.tie_word_embeddings else None
         self.lm_head = LMHead(spec.vocab_size, spec.hidden_size, build.dtype, build.device, tied, build.ranks)

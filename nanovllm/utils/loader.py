@@ -10,6 +10,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from nanovllm.kernels.reference import FP8
 from nanovllm.layers.embed_head import Embedding
 from nanovllm.layers.layernorm import RMSNorm, ShardedNorm
 from nanovllm.layers.linear import Linear
@@ -22,6 +23,7 @@ from nanovllm.utils.safetensors_files import wrong_shape
 REDUNDANT = re.compile(r"rotary_emb\.inv_freq$")
 TIED_HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
+FP8_SCALES = (".weight_scale", ".input_scale")
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -79,7 +81,7 @@ def load_weights(model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]], 
     missing = set(views)
     tied_head: torch.Tensor | None = None
     for name, tensor in tensors:
-        if tensor.dtype not in WEIGHT_DTYPES:
+        if tensor.dtype not in WEIGHT_DTYPES and (name not in views or views[name].dtype != tensor.dtype):
             raise ValueError(f"{source}: tensor {name!r} has dtype {tensor.dtype}; quantised weights are not supported")
         if REDUNDANT.search(name):
             continue
@@ -89,6 +91,10 @@ def load_weights(model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]], 
         if name not in views and name not in fused:
             raise ValueError(f"{source}: tensor {name!r} {list(tensor.shape)} does not belong to this model")
         view, filled = fused[name] if name in fused else (views[name], [name])
+        if view.dtype == FP8 and tensor.dtype != FP8:
+            raise ValueError(f"{source}: tensor {name!r} has dtype {tensor.dtype}, the config asks for {view.dtype}")
+        if name.endswith(FP8_SCALES):
+            tensor = scales_like(tensor, view)
         if not missing.issuperset(filled):
             raise ValueError(f"{source}: tensor {name!r} is there twice")
         if view.shape != tensor.shape:
@@ -102,6 +108,12 @@ def load_weights(model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]], 
     if missing:
         some = ", ".join(sorted(missing)[:5]) + (", ..." if len(missing) > 5 else "")
         raise ValueError(f"{source}: {len(missing)} of {len(views)} tensors are missing: {some}")
+
+
+def scales_like(tensor: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
+    """Scales as a layer has them, [out] or [1], from a tensor's ([] or [1]) or from channels' ([out] or [out, 1])."""
+    flat = tensor.flatten()
+    return flat.expand_as(view) if flat.numel() == 1 else flat
 
 
 def fill_with_random_weights(model: nn.Module, seed: int, rank: int | None = None) -> None:

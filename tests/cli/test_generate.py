@@ -131,5 +131,30 @@ def test_a_stream_without_lines_does_not_hold_up_the_running_ones(llm):
     assert answered == [0, 1]
 
 
+def test_response_formats_of_the_batch_form_are_followed(llm):
+    pytest.importorskip("llguidance")
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "boolean"}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    formats = [
+        {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}},
+        {"type": "json_object"},
+        {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "nothing"}}},
+        {"type": "text"},
+    ]
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 40}
+    results, outs = run(
+        llm, [{"custom_id": str(i), "body": {**body, "response_format": f}} for i, f in enumerate(formats)]
+    )
+    assert [result.error for result in results] == [False, False, True, False]
+    texts = [out["response"]["body"]["choices"][0]["message"]["content"] for out in outs if out["response"]]
+    assert list(json.loads(texts[0])) == ["a"]
+    assert texts[1].lstrip().startswith("{")
+    assert "json_schema" in outs[2]["error"]["message"]
+
+
 def test_logit_bias_keys_are_ids_again():
     assert sampling_fields({"logit_bias": {"5": 2}}) == {"logit_bias": {5: 2}}

@@ -2,6 +2,7 @@
 
 import pytest
 
+from nanovllm import SamplingParams
 from nanovllm.cli.openai_batch import batch_success, parse_batch_job
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -28,11 +29,41 @@ def test_parameters_come_under_our_names():
 
 
 @pytest.mark.parametrize(
+    ("response_format", "expected"),
+    [
+        (None, {}),
+        ({"type": "text"}, {}),
+        ({"type": "json_object"}, {"json_schema": {"type": "object"}}),
+        (
+            {"type": "json_schema", "json_schema": {"name": "n", "strict": True, "schema": {"type": "array"}}},
+            {"json_schema": {"type": "array"}},
+        ),
+    ],
+)
+def test_response_format_becomes_a_schema(response_format, expected):
+    job = parse_batch_job(batch_line(response_format=response_format, max_tokens=3))
+    assert job.sampling == {"max_tokens": 3, **expected}
+    SamplingParams(**job.sampling)
+
+
+@pytest.mark.parametrize(
     ("line", "message"),
     [
         (batch_line(tools=[1]), "tools is not supported"),
         (batch_line(stream=True), "stream=True is not supported"),
-        (batch_line(response_format={"type": "json_object"}), "response_format"),
+        (
+            batch_line(response_format={"type": "xml"}),
+            "response_format must be of type text, json_object or json_schema",
+        ),
+        (batch_line(response_format="json_object"), "response_format must be of type"),
+        (batch_line(response_format={"type": "json_object", "schema": {}}), "of type json_object has no schema"),
+        (batch_line(response_format={"type": "json_schema"}), "json_schema must be an object with an object schema"),
+        (batch_line(response_format={"type": "json_schema", "json_schema": {"name": "x"}}), "with an object schema"),
+        (
+            batch_line(response_format={"type": "json_schema", "json_schema": {"schema": {}, "shape": 1}}),
+            "response_format.json_schema has no shape",
+        ),
+        (batch_line(response_format={"type": "json_object"}, regex="a"), "json_object and regex cannot be combined"),
         ({**batch_line(), "url": "/v1/embeddings"}, "url must be /v1/chat/completions"),
         ({"custom_id": "a", "body": {}}, "list of messages"),
     ],

@@ -14,7 +14,7 @@ import time
 import numpy as np
 
 from nanovllm.engine.channel import ChannelClosed, Receiver, Sender
-from nanovllm.engine.step import ON_DEVICE, StepInput
+from nanovllm.engine.step import ON_DEVICE, ROW_PARAMS, StepInput
 from nanovllm.engine.step_message import StepDecoder, StepEncoder
 
 STEP_S = 2e-3  # between two steps: the worker sleeps then, as it does while a GPU runs
@@ -30,7 +30,7 @@ def decode_step(num_seqs: int, position: int) -> StepInput:
         token_ids=np.full(num_seqs, ON_DEVICE, dtype=np.int32),
         samples=np.ones(num_seqs, dtype=np.int32),
         table_changes=np.stack([changed, changed, changed]),
-        row_params=np.zeros((7, 0), dtype=np.int32),
+        row_params=np.zeros((ROW_PARAMS, 0), dtype=np.int32),
     )
 
 

@@ -29,6 +29,16 @@ COMBINATIONS = [  # every pair of values occurs
     ("torch", 64, True, True, True),
     ("torch", None, False, True, False),
 ]
+VARIED = [  # plain and not, side by side: filters, penalties, both, and logits that are edited before
+    SamplingParams(temperature=0.8, max_tokens=20, ignore_eos=True, **options)
+    for options in (
+        {},
+        {"top_p": 0.7},
+        {"repetition_penalty": 1.3, "frequency_penalty": 0.4},
+        {"top_k": 20, "top_p": 0.9, "presence_penalty": 0.5},
+        {"top_k": 9, "min_p": 0.05, "repetition_penalty": 1.2, "logit_bias": {5: 2.0}, "min_tokens": 3},
+    )
+]
 
 
 def mixed_prompts():
@@ -126,8 +136,7 @@ def test_seeded_samples_do_not_depend_on_graphs_overlap_or_batch(model):
         {"attention_backend": "torch"},
     ):
         with LLM(folder, dtype="float32", num_kvcache_blocks=80, **{"max_num_seqs": 16, **options}) as llm:
-            params = [SamplingParams(temperature=0.8, top_p=p, max_tokens=20, ignore_eos=True) for p in [1.0, 0.7] * 5]
-            runs.append([out["token_ids"] for out in llm.generate(prompts, params, use_tqdm=False)])
+            runs.append([out["token_ids"] for out in llm.generate(prompts, VARIED * 2, use_tqdm=False)])
     assert all(run == runs[0] for run in runs[1:])
 
 
@@ -208,9 +217,11 @@ def test_triton_backend_in_the_interpreter(tmp_path):
         assert llm.model_runner.attention.name == "triton"
         assert generate(llm, prompts, max_tokens=6) == [reference_greedy(reference, prompt, 6) for prompt in prompts]
         sampled = generate(llm, prompts, temperature=1.0, max_tokens=6)
+        varied = [out["token_ids"] for out in llm.generate(prompts[:1] * 5, VARIED, use_tqdm=False)]
     with LLM(tmp_path, device="cpu", attention_backend="torch", **options) as llm:
         generate(llm, prompts, max_tokens=6)  # the same sequence numbers, which the seeds depend on
         assert generate(llm, prompts, temperature=1.0, max_tokens=6) == sampled
+        assert [out["token_ids"] for out in llm.generate(prompts[:1] * 5, VARIED, use_tqdm=False)] == varied
     assert all(0 <= token < VOCAB for tokens in sampled for token in tokens)
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from nanovllm.engine.channel import HEADER, NUM_SLOTS, SLOT_BYTES, ChannelBroken, ChannelClosed, Receiver, Sender
 from nanovllm.engine.prompt_scores import PromptScores
-from nanovllm.engine.step import ON_DEVICE, StepInput
+from nanovllm.engine.step import ON_DEVICE, ROW_PARAMS, StepInput
 from nanovllm.engine.step_message import StepDecoder, StepEncoder
 from nanovllm.kernels.shared_prefixes import SharedPrefixes
 
@@ -121,7 +121,7 @@ def step(lengths, decode=False, samples=None, **changes):
         lengths=lengths,
         token_ids=token_ids,
         samples=np.ones(n, np.int32) if samples is None else np.array(samples, np.int32),
-        **{"table_changes": np.zeros((3, 0), np.int32), "row_params": np.zeros((7, 0), np.int32), **changes},
+        **{"table_changes": np.zeros((3, 0), np.int32), "row_params": np.zeros((ROW_PARAMS, 0), np.int32), **changes},
     )
 
 
@@ -134,7 +134,7 @@ def assert_same(found, sent):
 
 
 CHANGED = {"table_changes": np.arange(6, dtype=np.int32).reshape(2, 3).T,
-           "row_params": np.arange(14, dtype=np.int32).reshape(2, 7).T}  # fmt: skip
+           "row_params": np.arange(2 * ROW_PARAMS, dtype=np.int32).reshape(2, ROW_PARAMS).T}  # fmt: skip
 STEPS = {
     "decode": step([1] * 256, decode=True),
     "decode with changes": step([1] * 3, decode=True, **CHANGED),

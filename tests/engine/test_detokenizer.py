@@ -3,10 +3,28 @@
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tokenizers import models, pre_tokenizers
 
 from nanovllm.engine.detokenizer import Detokenizer, StopChecker
+from nanovllm.engine.stop_tokens import StopTokens, may_end_in
 from tests.helpers import byte_tokenizer
 
+
+def merged_tokenizer():
+    """With tokens of several characters, some of which begin with a space."""
+    tokenizer = byte_tokenizer()
+    words = ["ab", "ba", "aab", "Ġa", "Ġab", "bĠ", "ĠĠ", "aĠb"]
+    vocab = {**tokenizer.get_vocab(), **{word: 258 + i for i, word in enumerate(words)}}
+    merges = [("a", "b"), ("b", "a"), ("a", "ab"), ("Ġ", "a"), ("Ġ", "ab"), ("b", "Ġ"), ("Ġ", "Ġ"), ("aĠ", "b")]
+    vocab["aĠ"] = 258 + len(words)
+    merges.insert(-1, ("a", "Ġ"))
+    tokenizer.backend_tokenizer.model = models.BPE(vocab=vocab, merges=merges)
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return tokenizer
+
+
+MERGED = merged_tokenizer()
+MERGED_STOP_TOKENS = StopTokens(MERGED)
 TOKENIZER = byte_tokenizer()  # one token a byte: every character but ASCII is cut
 TEXTS = [
     "plain",
@@ -17,6 +35,9 @@ TEXTS = [
     "mixed 漢 é 🙂 end",
     "\ufffd real one",
 ]
+
+
+STOP_TOKENS = StopTokens(TOKENIZER)
 
 
 def decode(ids):
@@ -76,6 +97,63 @@ def checker(stop, include=False):
     return StopChecker(Detokenizer(decode), stop, include)
 
 
+def test_tokens_that_complete_nothing_are_not_decoded_one_by_one():
+    calls = []
+
+    def counting(ids):
+        calls.append(ids)
+        return decode(ids)
+
+    test = StopTokens(TOKENIZER).test(("END",), True)
+    stop = StopChecker(Detokenizer(counting), ("END",), False, test)
+    for i in encode("no such thing in sight 日本"):
+        assert stop.push([i]) is None
+    ascii_only = len(encode("no such thing in sight "))
+    assert 0 < len(calls) <= 3 * len(encode("日本"))
+    assert len(calls[0]) == ascii_only + 1
+    assert [stop.push([i]) for i in encode(" EEND")][-1] == "END"
+    assert stop.text == "no such thing in sight 日本 E"
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text("abé ", max_size=30), st.lists(st.text("abé ", min_size=1, max_size=4), min_size=1, max_size=3))
+def test_putting_off_changes_no_match(text, stops):
+    """Byte tokens and, with merges, tokens of several letters and spaces; text as it stands after each token."""
+    for tokenizer, stop_tokens in ((TOKENIZER, STOP_TOKENS), (MERGED, MERGED_STOP_TOKENS)):
+        make = lambda tokenizer=tokenizer: Detokenizer(lambda ids: tokenizer.decode(ids, skip_special_tokens=True))  # noqa: E731
+        quick = StopChecker(make(), stops, False, stop_tokens.test(stops, True))
+        plain = StopChecker(make(), stops, False)
+        for i in tokenizer.encode(text, add_special_tokens=False):
+            assert quick.push([i]) == plain.push([i])
+            if quick.matched:
+                break
+        quick.finish()
+        plain.finish()
+        assert (quick.text, quick.matched) == (plain.text, plain.matched)
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "expected"),
+    [
+        ("END", "END", True),
+        ("xENDx", "END", True),
+        ("ND", "END", True),
+        (" ND", "END", True),  # a decoder may take the space away
+        ("xND", "END", False),
+        ("EN", "END", False),
+        ("D.D", "END.", True),
+        ("xD.D", "END.", False),
+        ("x D", "END.D", False),
+        ("\n", "\n\n", True),
+        ("a ", " ", True),
+        ("question", "\nQuestion", False),
+        (" on", "\nQuestion", True),
+    ],
+)
+def test_where_a_stop_string_may_end(text, stop, expected):
+    assert may_end_in(text, stop) is expected
+
+
 @pytest.mark.parametrize("text", ["one END two", "oneEND", "ENDone", "日本END語"])
 @pytest.mark.parametrize("include", [False, True])
 def test_stop_string_across_tokens_ends_and_cuts(text, include):
@@ -99,7 +177,7 @@ def test_settled_text_never_holds_a_part_that_is_cut_later():
     shown = ""
     for i in encode("42 </ans no </answer>"):
         match = stop.push([i])
-        now = stop.text if match else stop.settled_text
+        now = stop.text if match else stop.settle()
         assert now.startswith(shown)
         shown = now
         if match:

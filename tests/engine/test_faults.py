@@ -185,11 +185,11 @@ def test_fault_between_the_last_token_and_the_end_adds_no_token(llm, reference, 
 def test_fault_while_stop_strings_are_looked_for_leaves_the_text_whole(llm, monkeypatch):
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, stop="no such text")
     alone = llm.generate([7, 8], params, use_tqdm=False)[0]["text"]
-    for at in range(1, 13):
+    for name, at in [*(("push", at) for at in range(1, 13)), ("_search", 1)]:
         key = llm.add_request([7, 8], params)
         outs = []
         # KeyboardInterrupt, since an Exception there is taken for the tokenizer's and ends the request.
-        with raising(monkeypatch, StopChecker, "_search", at, KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        with raising(monkeypatch, StopChecker, name, at, KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
             drive(llm, outs)
         drive(llm, outs)
         assert [(seq_id, out["text"]) for seq_id, out in outs] == [(key, alone)]

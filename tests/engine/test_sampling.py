@@ -1,5 +1,6 @@
 """Sampling parameters, outputs and streams through the whole engine, on a small random model."""
 
+import itertools
 import json
 
 import pytest
@@ -303,6 +304,28 @@ def test_metrics_are_times_in_order(llm):
     assert out["time_per_output_token"] > 0
     one = llm.generate([5], params(max_tokens=1), use_tqdm=False)[0]["metrics"]
     assert one["time_per_output_token"] is None
+
+
+def test_requests_that_leave_no_token_are_refused(llm):
+    """What may come is known before anything runs: single-token bad words, and ends before `min_tokens`."""
+    q, r = llm.tokenizer.encode("qr", add_special_tokens=False)
+    space = llm.tokenizer.encode(" ", add_special_tokens=False)[0]
+    cases = [
+        (
+            {"allowed_token_ids": [q, r], "bad_words": ["q", "r"]},
+            rf"bad_words leave no .* allowed_token_ids \[{q}, {r}\]",
+        ),
+        ({"allowed_token_ids": [1, q], "min_tokens": 2, "stop_token_ids": [q]}, "min_tokens 2 leave no token"),
+        ({"allowed_token_ids": [1, q], "min_tokens": 2, "bad_words": ["q"]}, "bad_words and min_tokens 2 leave no"),
+    ]
+    for options, message in cases:
+        with pytest.raises(ValueError, match=f"prompt 0: {message}"):
+            llm.generate([5], params(**options), use_tqdm=False)
+    assert llm.is_finished()
+    fine = params(allowed_token_ids=[q, r, space], bad_words=["q", "rr"], min_tokens=3, ignore_eos=False)
+    (out,) = tokens(llm, [5], fine)
+    assert set(out) <= {r, space}
+    assert (r, r) not in set(itertools.pairwise(out))
 
 
 @pytest.mark.parametrize(

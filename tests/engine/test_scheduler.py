@@ -247,7 +247,7 @@ def test_row_state_takes_in_what_the_builder_sends():
     for i, seed in enumerate(seeds):
         seq = sim.add([i, 1, 2, 3, 4], 5)
         seq.seed = seed
-        seq.params = SamplingParams(temperature=0.5 + i, top_p=0.9, top_k=i, min_p=0.25)
+        seq.params = SamplingParams(temperature=0.5 + i, top_p=0.9, top_k=i, min_p=0.25, repetition_penalty=1 + i)
     batch = sim.scheduler.schedule()
     inputs = sim.builder.build(batch)
     state = RowState.allocate(4, 10, 9, torch.device("cpu"))
@@ -258,6 +258,8 @@ def test_row_state_takes_in_what_the_builder_sends():
         assert float(state.temperatures[row]) == 0.5 + i
         assert int(state.top_ks[row]) == i
         assert float(state.min_ps[row]) == 0.25
+        assert state.penalties[:, row].tolist() == [1 + i, 0, 0]
         assert float(state.top_ps[row]) == pytest.approx(0.9)
         assert state.block_tables[row, :2].tolist() == item.seq.block_table
     assert (state.block_tables[4] == 9).all()
+    assert state.penalties[:, 4].tolist() == [1, 0, 0]

@@ -5,10 +5,17 @@ import torch
 
 from nanovllm.kernels.decode_attention import paged_decode, paged_decode_reference
 from nanovllm.kernels.decode_plan import DecodePlan
+from nanovllm.kernels.reference import FP8
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BF16 = pytest.param(torch.bfloat16, marks=pytest.mark.gpu)  # the interpreter's dot takes its bits for integers
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # relative error in the 2-norm
+
+
+def to_fp8(k, v):
+    """A cache in float8 with a scale per head, of keys and of values, and these [2, num_kv_heads]."""
+    scales = torch.exp2(torch.randint(-5, 6, (2, k.shape[2]), device=DEVICE).float())
+    return *((c / s[:, None]).to(FP8) for c, s in zip((k, v), scales, strict=True)), scales
 
 
 def make_cache(context_lens, block_size, num_kv_heads, head_dim, dtype):
@@ -46,26 +53,27 @@ def make_q(batch, num_q_heads, num_kv_heads, head_dim, dtype):
     return fused[:, :num_q_heads]
 
 
-def compare(out, q, k, v, tables, rows, lens, scale, window=None):
+def compare(out, q, k, v, tables, rows, lens, scale, window=None, kv_scales=None):
     wide = torch.float64 if q.dtype == torch.float32 else torch.float32
-    expected = paged_decode_reference(q.to(wide), k, v, tables, rows, lens, scale, window)
+    expected = paged_decode_reference(q.to(wide), k, v, tables, rows, lens, scale, window, kv_scales)
     assert out.dtype == q.dtype
     assert out.is_contiguous()
     error = (out.to(wide) - expected).norm() / expected.norm()
     assert error < TOLERANCE[q.dtype], f"relative error {error:.2e}"
 
 
-def check(context_lens, num_q_heads, num_kv_heads, head_dim, block_size, dtype, plan=None):
+def check(context_lens, num_q_heads, num_kv_heads, head_dim, block_size, dtype, plan=None, fp8=False):
     batch = len(context_lens)
     k, v, tables, rows = make_cache(context_lens, block_size, num_kv_heads, head_dim, dtype)
+    k, v, kv_scales = to_fp8(k, v) if fp8 else (k, v, None)
     q = make_q(batch, num_q_heads, num_kv_heads, head_dim, dtype)
     lens = torch.tensor(context_lens, dtype=torch.int32, device=DEVICE)
     plan = plan or make_plan(batch + 3, num_q_heads, num_kv_heads, head_dim)
     plan.update(rows, lens)
     poison = torch.full(q.shape, float("nan"), dtype=dtype, device=DEVICE)
     del poison  # the allocator hands this memory to the output
-    out = paged_decode(q, k, v, tables, head_dim**-0.5, plan)
-    compare(out, q, k, v, tables, rows, lens, head_dim**-0.5, plan.window)
+    out = paged_decode(q, k, v, tables, head_dim**-0.5, plan, kv_scales=kv_scales)
+    compare(out, q, k, v, tables, rows, lens, head_dim**-0.5, plan.window, kv_scales)
     assert not plan.arrived.any(), "the counters must be zero for the next layer"
     return out
 
@@ -161,12 +169,25 @@ def test_plan_covers_every_key_once(lens, window):
     assert at == len(items)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("head_dim", "block_size"), [(64, 16), (80, 64), (96, 48), (128, 256), (256, 16)])
+def test_float8_cache(dtype, head_dim, block_size):
+    check([1, 300, 64, 0, 17, 700], 4, 2, head_dim, block_size, dtype, fp8=True)
+
+
+@pytest.mark.parametrize("window", [20, 64, 257])
+def test_float8_cache_with_a_window(window):
+    plan = make_plan(4, 6, 2, 64).with_window(window)
+    check([window, window + 1, 600, 1], 6, 2, 64, 16, torch.float16, plan, fp8=True)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
 @pytest.mark.parametrize("block_size", [16, 48, 256])
-def test_long(dtype, head_dim, block_size):
-    check([1, 8000, 2047, 100, 16, 777] * 3, 16, 8, head_dim, block_size, dtype)
+@pytest.mark.parametrize("fp8", [False, True])
+def test_long(dtype, head_dim, block_size, fp8):
+    check([1, 8000, 2047, 100, 16, 777] * 3, 16, 8, head_dim, block_size, dtype, fp8=fp8)
 
 
 @pytest.mark.gpu

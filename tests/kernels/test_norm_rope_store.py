@@ -6,6 +6,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 
 from nanovllm.kernels import reference
 from nanovllm.kernels.norm_rope_store import norm_rope_store
+from nanovllm.kernels.reference import FP8
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -111,6 +112,58 @@ def test_float32_norm_weights(dtype):
     expected = expected_by_transformers(normed)
     for function in (norm_rope_store, reference.norm_rope_store):
         check(function, case, expected, TOLERANCE[dtype])
+
+
+def make_float8_case(num_tokens, num_q_heads, num_kv_heads, head_dim, dtype, norm):
+    case = make_case(num_tokens, num_q_heads, num_kv_heads, head_dim, dtype, norm)
+    case[7], case[8] = case[7].to(FP8), case[8].to(FP8)
+    scales = torch.exp2(torch.arange(2 * num_kv_heads, device=DEVICE).float() - num_kv_heads)
+    return [*case, scales.view(2, num_kv_heads)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize(("num_q_heads", "num_kv_heads", "head_dim"), [(16, 8, 128), (9, 3, 64), (12, 4, 80)])
+def test_float8_caches_hold_what_the_others_would_divided_by_the_scales(
+    num_q_heads, num_kv_heads, head_dim, norm, dtype
+):
+    case = make_float8_case(11, num_q_heads, num_kv_heads, head_dim, dtype, norm)
+    wide = copy_of(case)[:10]
+    wide[7], wide[8] = (torch.zeros(case[7].shape, dtype=dtype, device=DEVICE) for _ in range(2))
+    q = reference.norm_rope_store(*wide).clone()
+    plain, kernel = copy_of(case), copy_of(case)
+    torch.testing.assert_close(reference.norm_rope_store(*plain), q, rtol=0, atol=0)
+    atol = TOLERANCE[dtype] * q.abs().max().item()
+    torch.testing.assert_close(norm_rope_store(*kernel).float(), q.float(), rtol=0, atol=atol)
+    blocks, offsets = case[2].long() // BLOCK_SIZE, case[2].long() % BLOCK_SIZE
+    for cache, scales in zip((7, 8), case[10], strict=True):
+        expected = (wide[cache][blocks, offsets].float() / scales[:, None]).to(FP8).float()
+        for stored in (plain, kernel):
+            actual = stored[cache].float()[blocks, offsets]
+            if stored is plain or cache == 8:  # values are moved and rounded, nothing else
+                assert torch.equal(actual, expected)
+            else:  # a key that differs in its last bit may round to the neighbour
+                assert (actual != expected).float().mean() < (0.002 if dtype == torch.float32 else 0.15)
+                torch.testing.assert_close(actual, expected, rtol=0.13, atol=expected.abs().max().item() * 0.05)
+    for stored in (plain, kernel):
+        written = torch.zeros(NUM_BLOCKS, BLOCK_SIZE, dtype=torch.bool, device=DEVICE)
+        written[blocks, offsets] = True
+        assert stored[7].float()[~written].isnan().all()
+
+
+@pytest.mark.parametrize("function", [norm_rope_store, reference.norm_rope_store])
+def test_float8_caches_saturate_and_keep_nan(function):
+    case = make_float8_case(4, 2, 1, 64, torch.float32, False)
+    case[1].zero_()  # nothing is rotated
+    case[10] = torch.tensor([[2.0], [0.5]], device=DEVICE)
+    heads = case[0].view(4, 4, 64)
+    heads[:, 2:, :5] = torch.tensor([1e6, -1e6, 700.0, float("nan"), 1e-9], device=DEVICE)
+    function(*case)
+    blocks, offsets = case[2].long() // BLOCK_SIZE, case[2].long() % BLOCK_SIZE
+    k, v = (case[i].float()[blocks, offsets, 0, :5] for i in (7, 8))
+    nan = float("nan")
+    torch.testing.assert_close(k, torch.tensor([[448.0, -448, 352, nan, 0]] * 4, device=DEVICE), equal_nan=True)
+    torch.testing.assert_close(v, torch.tensor([[448.0, -448, 448, nan, 0]] * 4, device=DEVICE), equal_nan=True)
 
 
 @pytest.mark.gpu

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from nanovllm.kernels.prefill_attention import paged_prefill, paged_prefill_reference
+from tests.kernels.test_decode_attention import to_fp8
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BF16 = pytest.param(torch.bfloat16, marks=pytest.mark.gpu)  # the interpreter's dot takes its bits for integers
@@ -30,18 +31,19 @@ def make_cache(context_lens, block_size, num_kv_heads, head_dim, dtype):
     return cache[0], cache[1], tables.to(DEVICE, torch.int32), rows.to(DEVICE, torch.int32)
 
 
-def check(q_lens, cached, num_q_heads, num_kv_heads, head_dim, block_size, dtype, window=None, tma=None):
+def check(q_lens, cached, num_q_heads, num_kv_heads, head_dim, block_size, dtype, window=None, tma=None, fp8=False):
     context_lens = [a + b for a, b in zip(q_lens, cached, strict=True)]
     k, v, tables, rows = make_cache(context_lens, block_size, num_kv_heads, head_dim, dtype)
+    k, v, kv_scales = to_fp8(k, v) if fp8 else (k, v, None)
     fused = torch.randn((sum(q_lens), num_q_heads + 2 * num_kv_heads, head_dim), device=DEVICE).to(dtype)
     q = fused[:, :num_q_heads]  # strided, as a view of a fused projection is
     cu = torch.tensor([0, *q_lens], device=DEVICE).cumsum(0).to(torch.int32)
     lens = torch.tensor(context_lens, dtype=torch.int32, device=DEVICE)
     args = (k, v, tables, rows, cu, lens, head_dim**-0.5)
     out = torch.full(q.shape, float("nan"), dtype=dtype, device=DEVICE)
-    paged_prefill(q, *args, out=out, window=window, tma=tma)
+    paged_prefill(q, *args, out=out, window=window, kv_scales=kv_scales, tma=tma)
     wide = torch.float64 if dtype == torch.float32 else torch.float32
-    expected = paged_prefill_reference(q.to(wide), k, v, *args[2:], window=window)
+    expected = paged_prefill_reference(q.to(wide), k, v, *args[2:], window=window, kv_scales=kv_scales)
     assert out.dtype == dtype
     assert out.is_contiguous()
     error = (out.to(wide) - expected).norm() / expected.norm()
@@ -102,6 +104,18 @@ def test_copy_engine(head_dim, block_size, window):
     check([1, 200, 16, 64, 63], [300, 0, 129, 64, 1], 3, 1, head_dim, block_size, torch.float16, window, tma=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("head_dim", "block_size"), [(64, 16), (80, 64), (96, 48), (128, 256), (256, 16)])
+def test_float8_cache(dtype, head_dim, block_size):
+    check([33, 1, 70], [0, 50, 17], 4, 2, head_dim, block_size, dtype, fp8=True)
+
+
+@pytest.mark.parametrize("tma", [False, True])
+@pytest.mark.parametrize("window", [None, 40, 130])
+def test_float8_cache_with_windows_and_through_the_copy_engine(window, tma):
+    check([1, 200, 16, 64], [300, 0, 129, 64], 3, 1, 128, 64, torch.bfloat16, window, tma, fp8=True)
+
+
 def test_first_token_alone():
     check([1], [0], 2, 1, 64, 16, torch.float32)
 
@@ -110,8 +124,9 @@ def test_first_token_alone():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
 @pytest.mark.parametrize("block_size", [16, 48, 256])
-def test_long(dtype, head_dim, block_size):
-    check([1, 1000, 3, 2048, 1, 517], [5000, 0, 129, 1111, 0, 7], 16, 8, head_dim, block_size, dtype)
+@pytest.mark.parametrize("fp8", [False, True])
+def test_long(dtype, head_dim, block_size, fp8):
+    check([1, 1000, 3, 2048, 1, 517], [5000, 0, 129, 1111, 0, 7], 16, 8, head_dim, block_size, dtype, fp8=fp8)
 
 
 @pytest.mark.gpu

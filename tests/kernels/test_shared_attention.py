@@ -11,7 +11,7 @@ from nanovllm.kernels.decode_plan import DecodePlan
 from nanovllm.kernels.shared_attention import shared_parts
 from nanovllm.kernels.shared_prefixes import SharedPrefixes
 from nanovllm.sampling_params import SamplingParams
-from tests.kernels.test_decode_attention import BF16, DEVICE, compare, make_q
+from tests.kernels.test_decode_attention import BF16, DEVICE, compare, make_q, to_fp8
 
 
 def make_tree(groups, own_lens, block_size):
@@ -63,9 +63,10 @@ def find(tables, lens, rows, plan, max_batch, group, block_size):
     return found
 
 
-def check(groups, own_lens, num_q_heads, num_kv_heads, head_dim, block_size, dtype, wave=None, tma=None):
+def check(groups, own_lens, num_q_heads, num_kv_heads, head_dim, block_size, dtype, wave=None, tma=None, fp8=False):
     tables, lens = make_tree(groups, own_lens, block_size)
     k, v, device_tables, rows = fill_cache(tables, lens, block_size, num_kv_heads, head_dim, dtype)
+    k, v, kv_scales = to_fp8(k, v) if fp8 else (k, v, None)
     batch, max_batch = len(lens), len(lens) + 3
     plan = DecodePlan.create(max_batch, num_q_heads, num_kv_heads, head_dim, DEVICE, share=True)
     if wave is not None:
@@ -82,9 +83,9 @@ def check(groups, own_lens, num_q_heads, num_kv_heads, head_dim, block_size, dty
     q = make_q(batch, num_q_heads, num_kv_heads, head_dim, dtype)
     plan.update(device_rows, device_lens, shared)
     for _ in range(2):  # two layers with one plan
-        shared_parts(q, k, v, device_tables, head_dim**-0.5, shared, plan, tma=tma)
-        out = paged_decode(q, k, v, device_tables, head_dim**-0.5, plan, shared=True)
-        compare(out, q, k, v, device_tables, device_rows, device_lens, head_dim**-0.5)
+        shared_parts(q, k, v, device_tables, head_dim**-0.5, shared, plan, kv_scales=kv_scales, tma=tma)
+        out = paged_decode(q, k, v, device_tables, head_dim**-0.5, plan, shared=True, kv_scales=kv_scales)
+        compare(out, q, k, v, device_tables, device_rows, device_lens, head_dim**-0.5, None, kv_scales)
     assert not plan.arrived.any()
     return found
 
@@ -123,10 +124,18 @@ def test_long_runs_are_split_as_the_gpu_and_the_workspace_have_room(wave, parts)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
 @pytest.mark.parametrize("block_size", [16, 48, 256])
-def test_large(dtype, head_dim, block_size):
-    check(
-        [(0, 200, -(-2048 // block_size)), (0, 90, 8)], [1 + i for i in range(220)], 16, 8, head_dim, block_size, dtype
-    )
+@pytest.mark.parametrize("fp8", [False, True])
+def test_large(dtype, head_dim, block_size, fp8):
+    groups, own_lens = [(0, 200, -(-2048 // block_size)), (0, 90, 8)], [1 + i for i in range(220)]
+    check(groups, own_lens, 16, 8, head_dim, block_size, dtype, fp8=fp8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("head_dim", "block_size", "tma"), [(64, 16, False), (80, 48, False), (128, 64, True)])
+def test_float8_cache(dtype, head_dim, block_size, tma):
+    """Own parts of one split and of several beside the shared ones, all in the values' scale."""
+    own_lens = [5, 1, 64, 300, 700, 2, 3]
+    check([(0, 6, -(-600 // block_size)), (3, 6, 5)], own_lens, 6, 2, head_dim, block_size, dtype, tma=tma, fp8=True)
 
 
 @pytest.mark.gpu

@@ -5,7 +5,7 @@ import torch
 
 from nanovllm.layers import sampler
 from nanovllm.layers.ops import torch_ops
-from nanovllm.layers.sampler import Filters, apply_filters, apply_penalties, top_logprobs
+from nanovllm.layers.sampler import Filters, apply_filters, top_logprobs
 
 
 def filters(n, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
@@ -99,27 +99,6 @@ def test_draws_follow_the_filtered_distribution(case):
     assert int(counts.sum()) == int(counts[list(expected)].sum()) == n
     chi_square = sum((int(counts[i]) - n * p) ** 2 / (n * p) for i, p in expected.items())
     assert chi_square < 25  # 99.98 % of draws stay below this for 7 degrees of freedom, and there are fewer
-
-
-def test_penalties_equal_a_plain_reference():
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(3, 30, generator=generator)
-    prompts, completions = [[1, 2, 2], [5], [7, 8]], [[2, 3, 3, 3], [], [9]]
-    parameters = [(1.5, 0.5, 0.25), (2.0, 0.0, 0.0), (1.0, -1.0, 2.0)]
-    in_prompt, counts = torch.zeros(3, 30, dtype=torch.bool), torch.zeros(3, 30, dtype=torch.int32)
-    for row in range(3):
-        in_prompt[row, prompts[row]] = True
-        for token in completions[row]:
-            counts[row, token] += 1
-    out = apply_penalties(logits, in_prompt, counts, torch.tensor(parameters).T)
-    for row, (repetition, presence, frequency) in enumerate(parameters):
-        for token in range(30):
-            value = float(logits[row, token])
-            if token in prompts[row] or token in completions[row]:
-                value = value / repetition if value > 0 else value * repetition
-            value -= frequency * completions[row].count(token)
-            value -= presence * (token in completions[row])
-            assert float(out[row, token]) == pytest.approx(value, abs=1e-5)
 
 
 def test_logprobs_are_those_of_a_log_softmax_with_the_drawn_token_first():
