@@ -155,6 +155,34 @@ def test_shared_prefixes_in_the_interpreter(tmp_path, monkeypatch):
     assert launches[-1] >= 3
 
 
+@pytest.mark.parametrize("options", [{"quantization": "fp8"}, {"kv_cache_dtype": "fp8"}])
+def test_eight_bits(tmp_path, options):
+    """Each rank has scales of its own for what it has a part of, so last bits differ: first tokens do not here."""
+    save_random_model(tmp_path, small_config("qwen3", intermediate_size=96), seed=3)
+    options = {"device": "cpu", "dtype": "float32", "num_kvcache_blocks": 60, "max_num_seqs": 8, **options}
+    params = SamplingParams(temperature=0, max_tokens=4, logprobs=0, ignore_eos=True)
+    outs = []
+    for size in (1, 2):
+        with LLM(tmp_path, tensor_parallel_size=size, **options) as llm:
+            outs.append(llm.generate(PROMPTS, params, use_tqdm=False))
+            if "kv_cache_dtype" in options:
+                scales = llm.model_runner.kv_scales
+                assert scales.shape == (2, 2, 2 // size)
+                assert (scales.log2() % 1 == 0).all()
+    for one, two in zip(*outs, strict=True):
+        assert two["token_ids"][0] == one["token_ids"][0]
+        values = [next(iter(out["logprobs"][0].values()))["logprob"] for out in (one, two)]
+        assert values[1] == pytest.approx(values[0], abs=0.1)
+
+
+def test_checkpoint_in_float8_is_refused(tmp_path):
+    config = small_config("qwen3")
+    config.quantization_config = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="stored in float8 cannot be split over tensor_parallel_size 2 GPUs; one in"):
+        LLM(tmp_path, tensor_parallel_size=2, device="cpu", load_format="dummy")
+
+
 # ---- on GPUs -----------------------------------------------------------------------------------------------
 
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
