@@ -15,6 +15,7 @@ import random
 import statistics
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +182,7 @@ def parse_args(argv: list[str] | None, prog: str = "bench.py") -> argparse.Names
     engine.add_argument("--no-overlap", action="store_true", help="wait for a step's tokens before preparing the next")
     engine.add_argument("--no-shared-prefix-attention", action="store_true", help="read a shared prefix per sequence")
     engine.add_argument("--device", default="auto")
+    engine.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs (on a CPU: processes)")
     engine.add_argument("--dtype", default="auto")
     engine.add_argument("--kv-cache-dtype", default="auto")
     engine.add_argument("--quantization")
@@ -200,6 +202,7 @@ def build_llm(args: argparse.Namespace, scratch: Path) -> tuple[LLM, str, float]
     """(engine, path of the model, seconds to build it)."""
     options = {
         "device": args.device,
+        "tensor_parallel_size": args.tensor_parallel_size,
         "dtype": args.dtype,
         "kv_cache_dtype": args.kv_cache_dtype,
         "quantization": args.quantization,
@@ -251,8 +254,9 @@ def measure(
 
 def report(args: argparse.Namespace, llm: LLM, path: str, start_s: float) -> dict[str, Any]:
     device = llm.model_runner.device
-    spec, dtype = llm.model_runner.model.spec, llm.model_runner.model.dtype
-    kv_dtype = llm.model_runner.kv_cache.dtype
+    model = llm.model_runner.model
+    spec = replace(model.spec, vocab_size=model.logit_columns)  # of rank 0: floors are those of one rank's memory
+    dtype, kv_dtype = model.dtype, llm.model_runner.kv_cache.dtype
     make = WORKLOADS[args.workload][0]
     few = [Request(r.prompt[:64], 2) for r in make(args, 10**6)[:4]]
     run_engine(llm, few, sampling_params(args, few))  # warm up
@@ -269,6 +273,7 @@ def report(args: argparse.Namespace, llm: LLM, path: str, start_s: float) -> dic
     result: dict[str, Any] = {
         "workload": args.workload,
         "model": args.model or args.shape,
+        "tensor_parallel_size": args.tensor_parallel_size,
         "attention_backend": llm.model_runner.attention.name,
         "dtype": str(dtype).removeprefix("torch."),
         "kv_cache_dtype": str(kv_dtype).removeprefix("torch."),

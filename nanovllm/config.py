@@ -8,6 +8,7 @@ from nanovllm.sampling_params import checked_int, checked_real
 
 ATTENTION_BACKENDS = ("auto", "triton", "flash_attn", "torch")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+MAX_RANKS = 8
 QUANTIZATIONS = ("fp8",)
 KV_CACHE_DTYPES = ("auto", "fp8")
 MAX_NUM_SEQS = 2**16  # each has a row of state whether it runs or not
@@ -33,7 +34,8 @@ class Config:
         max_num_seqs: sequences that run at the same time (default 512, on a CPU 64).
         max_model_len: longest sequence, prompt and completion together (default: the model's own window).
         gpu_memory_utilization: share of the GPU memory free at start that the engine may use.
-        tensor_parallel_size: GPUs to split the model over. Only 1 in this version.
+        tensor_parallel_size: GPUs of this machine to split the model over, at most 8, each with a process of its own;
+            on a CPU so many processes. Query heads and intermediate size have to divide by it.
         enforce_eager: run without CUDA graphs.
         kvcache_block_size: tokens in one KV block, a multiple of 16 (default 16 with the `torch` backend, else 256).
         num_kvcache_blocks: size of the KV pool in blocks (default: all the memory that is left).
@@ -93,7 +95,7 @@ class Config:
             if getattr(self, name) is not None:
                 largest = MAX_NUM_SEQS if name == "max_num_seqs" else 2**31 - 1
                 self._set(name, checked_int(name, getattr(self, name), 1, largest))
-        self._set("tensor_parallel_size", checked_int("tensor_parallel_size", self.tensor_parallel_size, 1))
+        self._set("tensor_parallel_size", checked_int("tensor_parallel_size", self.tensor_parallel_size, 1, MAX_RANKS))
         self._set("seed", checked_int("seed", self.seed, -(2**63), 2**63 - 1))
         for name in ("enforce_eager", "enable_prefix_caching"):
             if not isinstance(getattr(self, name), bool):
@@ -110,8 +112,6 @@ class Config:
         if not isinstance(self.device, str):
             raise TypeError(f"device must be a string such as 'auto', 'cpu' or 'cuda', got {self.device!r}")
         self._check_memory()
-        if self.tensor_parallel_size > 1:
-            raise ValueError(f"tensor_parallel_size must be 1 in this version, got {self.tensor_parallel_size}")
         if self.max_num_batched_tokens and self.max_num_seqs and self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "

@@ -2,7 +2,11 @@
 
 import linecache
 import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +27,7 @@ from transformers import (
 
 import nanovllm
 from nanovllm.engine.step import ROW_PARAMS, StepInput
+from nanovllm.layers.parallel import Ranks
 
 CONFIGS = {
     "gemma3": Gemma3TextConfig,
@@ -91,10 +96,14 @@ def reference_greedy(model, prompt: list[int], num_tokens: int) -> list[int]:
     return out[0, len(prompt) :].tolist()
 
 
-@torch.inference_mode()
 def engine_logits(llm, prompt: list[int]) -> torch.Tensor:
     """Logits [len(prompt), vocab_size] of a prompt run in one step, in the engine's first blocks."""
-    runner = llm.model_runner
+    return runner_logits(llm.model_runner, prompt)
+
+
+@torch.inference_mode()
+def runner_logits(runner, prompt: list[int]) -> torch.Tensor | None:
+    """The same of a runner; with several ranks they come on rank 0."""
     num_blocks = -(-len(prompt) // runner.block_size)
     columns = np.arange(num_blocks, dtype=np.int32)
     inputs = StepInput(
@@ -109,7 +118,20 @@ def engine_logits(llm, prompt: list[int]) -> torch.Tensor:
     changes = torch.from_numpy(inputs.table_changes).to(runner.device)
     runner.rows.apply(changes, torch.zeros(ROW_PARAMS, 0, dtype=torch.int32, device=runner.device))
     input_ids, step, _ = runner._prepare(inputs)
-    return runner.model.compute_logits(runner.model(input_ids, step)).float().cpu()
+    logits = runner.model.gather_logits(runner.model.compute_logits(runner.model(input_ids, step)))
+    return None if logits is None else logits.float().cpu()
+
+
+def in_ranks(size: int, function: Callable[[Ranks], Any]) -> list[Any]:
+    """What `function` returns for each of `size` ranks, which are threads of this process with a gloo group."""
+    store = torch.distributed.HashStore()
+
+    def run(rank: int) -> Any:
+        group = torch.distributed.ProcessGroupGloo(store, rank, size, timedelta(seconds=60))
+        return function(Ranks(rank, size, group))
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(run, range(size)))
 
 
 def random_prompt(length: int, seed: int) -> list[int]:

@@ -91,6 +91,10 @@ def test_bench_runs_and_ends_with_json(tmp_path, capsys):
     assert result["attention_backend"] == "torch"
     main(["--n", "3", "--repeats", "1", *options])
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["output_tokens"] == 30
+    main(["--repeats", "1", "--tensor-parallel-size", "2", *options])
+    several = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (several["tensor_parallel_size"], several["output_tokens"]) == (2, 10)
+    assert several["decode_kv_gb"] <= result["decode_kv_gb"]
 
 
 def test_sampling_options_reach_the_requests():

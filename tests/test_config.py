@@ -7,6 +7,7 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.engine.build import choose_device, choose_dtype, choose_limits
+from nanovllm.layers.parallel import Ranks
 
 
 @pytest.mark.parametrize(
@@ -35,7 +36,7 @@ from nanovllm.engine.build import choose_device, choose_dtype, choose_limits
         ({"load_format": "pt"}, ValueError, "load_format must be one of auto, dummy, got 'pt'"),
         ({"attention_backend": "magic"}, ValueError, "attention_backend must be one of"),
         ({"tensor_parallel_size": 0}, ValueError, "tensor_parallel_size must be at least 1, got 0"),
-        ({"tensor_parallel_size": 2}, ValueError, "tensor_parallel_size must be 1 in this version, got 2"),
+        ({"tensor_parallel_size": 9}, ValueError, "tensor_parallel_size must be at most 8, got 9"),
         ({"max_num_seqs": 2**16 + 1}, ValueError, "max_num_seqs must be at most 65536, got 65537"),
         ({"seed": 2**63}, ValueError, "seed must be at most"),
     ],
@@ -101,10 +102,10 @@ def test_limits(caplog):
 
 def test_device_that_is_not_there_is_an_error(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert choose_device("auto") == torch.device("cpu")
+    assert choose_device("auto", Ranks()) == torch.device("cpu")
     with pytest.raises(ValueError, match=r"device 'cuda' was asked for, but torch .* sees no GPU"):
-        choose_device("cuda")
+        choose_device("cuda", Ranks())
     with pytest.raises(ValueError, match="device must be auto, cpu or cuda, got 'meta'"):
-        choose_device("meta")
+        choose_device("meta", Ranks())
     with pytest.raises(ValueError, match="device 'warp' is not known to torch"):
-        choose_device("warp")
+        choose_device("warp", Ranks())

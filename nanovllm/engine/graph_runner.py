@@ -51,8 +51,8 @@ class GraphRunner:
         self._inputs[0] = runner.rows.padding_row
         self._inputs[1] = 1
         self._tokens = torch.zeros(self._largest, dtype=torch.int64, device=device)
-        vocab_size = runner.model.spec.vocab_size
-        self._logits = torch.empty(self._largest, vocab_size, dtype=runner.model.dtype, device=device)
+        columns = runner.model.logit_columns
+        self._logits = torch.empty(self._largest, columns, dtype=runner.model.dtype, device=device)
         self._no_prompts = torch.zeros(1, dtype=torch.int32, device=device)
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
 
@@ -69,11 +69,13 @@ class GraphRunner:
     def capture(self) -> None:
         """Record the graphs."""
         pool, decode_inputs = None, self._runner.ops.decode_inputs
+        # NCCL's watchdog is a thread that looks at events of its own all the time, which would break off the capture.
+        mode = "global" if self._runner.model.ranks.size == 1 else "thread_local"
         for size, shared in self._keys:
             self._graphs[size, shared] = graph = torch.cuda.CUDAGraph()
             self._run(size, shared, decode_inputs)  # what is compiled or initialised must be so outside of the capture
             torch.cuda.synchronize(self._runner.device)
-            with torch.cuda.graph(graph, pool=pool):
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode=mode):
                 self._run(size, shared, decode_inputs)
             pool = graph.pool()
 
@@ -90,7 +92,7 @@ class GraphRunner:
         return self._inputs_np, self._inputs
 
     def replay(self, num_seqs: int, shared: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queue the step; (tokens [num_seqs] int64, logits [num_seqs, vocab_size]), valid until the next replay."""
+        """Queue the step; (tokens [num_seqs] int64, logits [num_seqs, columns]), valid until the next replay."""
         sizes = self._sizes[shared]
         self._graphs[sizes[bisect_left(sizes, num_seqs)], shared].replay()
         return self._tokens[:num_seqs], self._logits[:num_seqs]
@@ -122,5 +124,5 @@ class GraphRunner:
         )
         logits = runner.model.compute_logits(runner.model(inputs.token_ids, step), out=self._logits[:size])
         tokens = self._tokens[:size]
-        runner.ops.gumbel_sample(logits, inputs.temperatures, inputs.seeds, context_lens, out=tokens)
+        runner.sample_into(logits, inputs.temperatures, inputs.seeds, context_lens, tokens)
         state.last_tokens[inputs.rows] = tokens

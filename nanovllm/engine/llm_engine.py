@@ -282,7 +282,7 @@ class LLMEngine:
             self._finished.clear()
             self._abandoned.clear()
             self._in_flight.clear()
-            self.model_runner.drop_graphs()
+            self.model_runner.close()
             del self.model_runner, self.scheduler
             if torch.cuda.is_initialized():
                 torch.cuda.empty_cache()

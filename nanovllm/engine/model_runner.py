@@ -13,6 +13,7 @@ from nanovllm.config import Limits
 from nanovllm.engine.draw import Drawer, Drawn
 from nanovllm.engine.graph_runner import GraphRunner
 from nanovllm.engine.prompt_scores import PromptScores, record_prompt_scores, score_hidden
+from nanovllm.engine.rank_draw import RankDrawer, sample_over_ranks
 from nanovllm.engine.scheduler import Logprobs
 from nanovllm.engine.staging import PinnedStaging
 from nanovllm.engine.step import ON_DEVICE, RowState, Step, StepInput
@@ -86,7 +87,8 @@ class ModelRunner:
         self.block_size = kv_cache.shape[3]
         max_blocks = -(-limits.max_model_len // self.block_size)
         self.rows = RowState.allocate(limits.max_num_seqs, max_blocks, kv_cache.shape[2] - 1, self.device)
-        self._drawer = Drawer(self.rows, ops, model.spec.vocab_size)
+        one = model.ranks.size == 1
+        self._drawer = Drawer(self.rows, ops, model.spec.vocab_size) if one else RankDrawer(self.rows, ops, model)
         self._shared: SharedPrefixes[np.ndarray] | None = None  # what `attention.shared` holds
         self.graphs: GraphRunner | None = None
         self._staging: PinnedStaging | None = None
@@ -124,6 +126,26 @@ class ModelRunner:
             (tokens, logprobs), prompts = self._run_eagerly(inputs)
         host, ready = (tokens, None) if self._staging is None else self._staging.fetch(tokens)
         return StepResult(inputs.samples, host, ready, logprobs, inputs.prompt_scores, prompts)
+
+    def close(self) -> None:
+        """Give up what is not freed with the last reference."""
+        self.drop_graphs()
+
+    def sample_into(
+        self,
+        logits: torch.Tensor,
+        temperatures: torch.Tensor,
+        seeds: torch.Tensor,
+        positions: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """Draw with temperature and seed alone, as a graph does; of several ranks, all draw the same."""
+        model = self.model
+        if model.ranks.size == 1:
+            self.ops.gumbel_sample(logits, temperatures, seeds, positions, out=out)
+        else:
+            params = (logits, temperatures, seeds, positions)
+            out.copy_(sample_over_ranks(model.ranks, self.ops, model.spec.vocab_size, *params))
 
     def _replay(self, inputs: StepInput, graphs: GraphRunner) -> Drawn:
         assert self._staging is not None

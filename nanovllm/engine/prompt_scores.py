@@ -49,14 +49,18 @@ def build_prompt_scores(batch: Batch) -> PromptScores | None:
 
 def score_hidden(
     model: "DecoderForCausalLM", hidden: torch.Tensor, targets: torch.Tensor, count: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(ids [M, 1 + count], log-probabilities), the target first; hidden: [M, hidden_size], targets: [M] int64."""
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """(ids [M, 1 + count], log-probabilities), the target first; None on other ranks than 0.
+
+    hidden: [M, hidden_size], targets: [M] int64.
+    """
     rows = max(1, CHUNK_ELEMENTS // model.spec.vocab_size)
-    parts = [
-        top_logprobs(model.compute_logits(some), wanted, count)
-        for some, wanted in zip(hidden.split(rows), targets.split(rows), strict=True)
-    ]
-    return torch.cat([ids for ids, _ in parts]), torch.cat([values for _, values in parts])
+    parts = []
+    for some, wanted in zip(hidden.split(rows), targets.split(rows), strict=True):
+        logits = model.gather_logits(model.compute_logits(some))
+        if logits is not None:
+            parts.append(top_logprobs(logits, wanted, count))
+    return (torch.cat([ids for ids, _ in parts]), torch.cat([values for _, values in parts])) if parts else None
 
 
 def record_prompt_scores(scores: PromptScores, results: list[Logprobs]) -> None:

@@ -213,15 +213,48 @@ def gumbel_sample(
     return tokens
 
 
+def gumbel_best(
+    logits: torch.Tensor,
+    temperatures: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    first_id: int,
+    count: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`gumbel_sample` among some token ids: of several such draws, the best score's is what a draw of all gives.
+
+    logits: [batch, columns], of which the first `count` are those of the ids from `first_id` on
+    temperatures, seeds, positions: as in `gumbel_sample`
+    Returns (scores [batch] float32, comparable within a row; token ids [batch] int64).
+    """
+    logits = logits[:, :count]
+    tokens = torch.argmax(logits, dim=-1)
+    best = logits.gather(1, tokens[:, None])[:, 0].float()
+    drawn = [(row, t) for row, t in enumerate(temperatures.tolist()) if t >= GREEDY_BELOW]
+    if drawn:
+        a, b = _keys(seeds, positions)
+        for row, temperature in drawn:
+            ids, scores = _scores(logits[row], temperature, a[row], b[row], tokens[row], first_id)
+            if len(ids):
+                best[row], at = scores.max(0)
+                tokens[row] = ids[at]
+    return best, tokens + first_id
+
+
 def _draw(
     logits: torch.Tensor, temperature: float, a: torch.Tensor, b: torch.Tensor, top: torch.Tensor
 ) -> torch.Tensor:
-    """Token id drawn from one row, logits [vocab_size]; `top` is their argmax.
+    """Token id drawn from one row, logits [vocab_size]; `top` is their argmax."""
+    ids, scores = _scores(logits, temperature, a, b, top, 0)
+    return ids[scores.argmax()] if len(ids) else top  # none in a row with NaN
 
-    Noise is bounded, so ids far below the top one cannot win: only the others are hashed.
-    """
-    ids = torch.nonzero(logits >= logits[top].float() - NOISE_SPAN * temperature).squeeze(1)
-    if not len(ids):  # a row with NaN
-        return top
-    scores = logits[ids].float().div_(temperature).add_(_noise(a, b, ids.to(torch.int32)))
-    return ids[scores.argmax()]
+
+def _scores(
+    logits: torch.Tensor, temperature: float, a: torch.Tensor, b: torch.Tensor, top: torch.Tensor, first_id: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(columns, their scores) of those that can win a row: noise is bounded, so ids far below the top one cannot."""
+    columns = torch.nonzero(logits >= logits[top].float() - NOISE_SPAN * temperature).squeeze(1)
+    ids = columns.to(torch.int32)
+    if first_id:
+        ids += first_id
+    return columns, logits[columns].float().div_(temperature).add_(_noise(a, b, ids))

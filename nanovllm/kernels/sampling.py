@@ -55,6 +55,7 @@ def _sample_kernel(
     tiles,
     FILTERED: tl.constexpr,
     VOCAB: tl.constexpr,
+    FIRST_ID: tl.constexpr,
     BLOCK: tl.constexpr,
     MIN_TEMP: tl.constexpr,
     SCALE: tl.constexpr,
@@ -62,6 +63,7 @@ def _sample_kernel(
 ):
     """One program: the best score, in units of ln 2, and its id among `tiles` tiles of BLOCK columns of a row.
 
+    Column i of VOCAB is the token id FIRST_ID + i.
     FILTERED: only of logits above the row's floor, and of ids up to the last one of those that equal it.
     """
     split = tl.program_id(0)
@@ -86,7 +88,7 @@ def _sample_kernel(
         logits = tl.load(base + ids, mask=ids < VOCAB, other=float("-inf")).to(tl.float32)
         score = logits * scale
         if temperature >= MIN_TEMP:
-            score += _noise(a, b, ids, FAST)
+            score += _noise(a, b, ids + FIRST_ID, FAST)
         if FILTERED:
             stays = (logits > floor) | ((logits == floor) & (ids <= last_id))
             score = tl.where(stays, score, float("-inf"))
@@ -97,11 +99,11 @@ def _sample_kernel(
     top = tl.max(best, 0)
     winner = tl.min(tl.where(best == top, best_ids, VOCAB), 0)
     tl.store(scores_ptr + row * tl.num_programs(0) + split, top)
-    tl.store(ids_ptr + row * tl.num_programs(0) + split, winner)
+    tl.store(ids_ptr + row * tl.num_programs(0) + split, winner + FIRST_ID)
 
 
 @triton.jit(do_not_specialize=["splits"])
-def _pick_kernel(scores_ptr, ids_ptr, out_ptr, splits, BLOCK: tl.constexpr):
+def _pick_kernel(scores_ptr, ids_ptr, out_ptr, best_ptr, splits, BLOCK: tl.constexpr, WITH_SCORE: tl.constexpr):
     """One program: the best of a row's splits; they are in order of ids, so the first of equals has the lowest."""
     row = tl.program_id(0)
     index = tl.arange(0, BLOCK)
@@ -116,6 +118,8 @@ def _pick_kernel(scores_ptr, ids_ptr, out_ptr, splits, BLOCK: tl.constexpr):
         winner = tl.where((top > best) | (first == 0), candidate, winner)
         best = tl.maximum(best, top)
     tl.store(out_ptr + row, winner.to(tl.int64))
+    if WITH_SCORE:
+        tl.store(best_ptr + row, best)
 
 
 def gumbel_sample(
@@ -135,15 +139,41 @@ def gumbel_sample(
     Block, warps and target_programs are for tuning: columns of a tile, and the programs that the vocabulary is split
     to reach.
     """
+    if out is None:
+        out = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
+    tuning = (block, num_warps, target_programs)
+    _sample(logits, temperatures, seeds, positions, 0, vocab_size or logits.shape[1], out, None, bounds, tuning)
+    return out
+
+
+def gumbel_best(
+    logits: torch.Tensor,
+    temperatures: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    first_id: int,
+    count: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`reference.gumbel_best` in the same two launches; scores are in units of ln 2."""
+    tokens = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
+    best = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
+    tuning = (1024, 4, TARGET_PROGRAMS)
+    _sample(logits, temperatures, seeds, positions, first_id, count, tokens, best, None, tuning)
+    return best, tokens
+
+
+def _sample(
+    logits: torch.Tensor, temperatures: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor,
+    first_id: int, vocab_size: int, out: torch.Tensor, best: torch.Tensor | None,
+    bounds: tuple[torch.Tensor, torch.Tensor] | None, tuning: tuple[int, int, int],
+) -> None:  # fmt: skip
+    block, num_warps, target_programs = tuning
     batch = logits.shape[0]
-    vocab_size = vocab_size or logits.shape[1]
     tiles = -(-vocab_size // block)
     tiles_each = -(-tiles // min(tiles, -(-target_programs // batch)))
     splits = -(-tiles // tiles_each)
     scores = torch.empty((batch, splits), dtype=torch.float32, device=logits.device)
     ids = torch.empty((batch, splits), dtype=torch.int32, device=logits.device)
-    if out is None:
-        out = torch.empty(batch, dtype=torch.int64, device=logits.device)
     _sample_kernel[(splits, batch)](
         logits,
         temperatures,
@@ -156,14 +186,14 @@ def gumbel_sample(
         tiles_each,
         FILTERED=bounds is not None,
         VOCAB=vocab_size,
+        FIRST_ID=first_id,
         BLOCK=block,
         MIN_TEMP=GREEDY_BELOW,
         SCALE=LOG2_E,
         FAST=logits.is_cuda,
         num_warps=num_warps,
     )
-    _pick_kernel[(batch,)](scores, ids, out, splits, BLOCK=256, num_warps=1)
-    return out
+    _pick_kernel[(batch,)](scores, ids, out, best, splits, BLOCK=256, WITH_SCORE=best is not None, num_warps=1)
 
 
 def filtered_sample(

@@ -9,6 +9,7 @@ from torch import nn
 from nanovllm.kernels.fp8_reference import fp8_linear, quantize_rows, scale_products
 from nanovllm.layers.fp8 import Fp8Form, Fp8Weight, StoredFp8
 from nanovllm.layers.ops import OVERLAP_ROWS, SMALL_ROWS, Ops
+from nanovllm.layers.parallel import Cut, Ranks, Runs
 
 # Row count for which oneDNN lays packed weights out. Decode batches are small; measured layouts for 16 and 256
 # rows differ by little at any size.
@@ -28,6 +29,7 @@ class Linear(nn.Module):
         bias: whether the projections have biases.
         dtype, device: of the parameters.
         order: of the outputs, if another than the storage's; rows are put into it once they are loaded.
+        held: by part, which rows of the checkpoint's tensor these are, where several ranks share the layer.
     """
 
     def __init__(
@@ -38,9 +40,12 @@ class Linear(nn.Module):
         dtype: torch.dtype,
         device: torch.device,
         order: torch.Tensor | None = None,
+        held: dict[str, Runs] | None = None,
     ):
         super().__init__()
         self.parts = parts
+        self.held = held
+        self.in_features = in_features
         self.out_features = sum(parts.values())
         self.weight = nn.Parameter(torch.empty(self.out_features, in_features, dtype=dtype, device=device), False)
         self.bias = nn.Parameter(torch.empty(self.out_features, dtype=dtype, device=device), False) if bias else None
@@ -72,6 +77,14 @@ class Linear(nn.Module):
                 views[f"{name}.bias"] = self.bias.data[start : start + rows]
             start += rows
         return views if self._stored is None else {**views, **self._stored.views()}
+
+    def part_cuts(self) -> dict[str, Cut]:
+        """What of each checkpoint tensor goes into its view; tensors that are not here go whole."""
+        cuts = {}
+        for name, runs in (self.held or {}).items():
+            cuts[f"{name}.weight"] = Cut((runs.total, self.in_features), 0, runs.pieces)
+            cuts[f"{name}.bias"] = Cut((runs.total,), 0, runs.pieces)
+        return cuts
 
     def optimize(self, ops: Ops, keep_weight: bool = False) -> None:
         """After loading: put rows in order and take the fastest form, or float8 where `use_fp8` asked for it.
@@ -144,6 +157,47 @@ class Linear(nn.Module):
         ):
             return self(x)
         return self._split_linear(x, self.weight)
+
+
+class RowLinear(Linear):
+    """A projection of which each rank has some columns: the ranks' results are added up. Rank 0 adds the bias."""
+
+    def __init__(
+        self,
+        in_features: int,
+        parts: dict[str, int],
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        ranks: Ranks,
+    ):
+        super().__init__(in_features, parts, bias, dtype, device)
+        self._ranks = ranks
+
+    def part_cuts(self) -> dict[str, Cut]:
+        (name, rows), runs = *self.parts.items(), self._ranks.runs(self.in_features * self._ranks.size)
+        return {f"{name}.weight": Cut((rows, runs.total), 1, runs.pieces)}
+
+    def optimize(self, ops: Ops, keep_weight: bool = False) -> None:
+        super().optimize(ops, keep_weight)
+        if self._ranks.rank:
+            self.bias = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._ranks.all_reduce(super().forward(x))
+
+    def parts_of(self, x: torch.Tensor) -> torch.Tensor:
+        """One part: the sum over ranks is one over parts too."""
+        return self(x)
+
+
+def row_linear(
+    in_features: int, parts: dict[str, int], bias: bool, dtype: torch.dtype, device: torch.device, ranks: Ranks
+) -> Linear:
+    """One projection; `in_features` are this rank's."""
+    if ranks.size == 1:
+        return Linear(in_features, parts, bias, dtype, device)
+    return RowLinear(in_features, parts, bias, dtype, device, ranks)
 
 
 def packed_linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

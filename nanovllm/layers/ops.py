@@ -23,6 +23,7 @@ class Ops:
     silu_mul: Callable[..., torch.Tensor]
     norm_rope_store: Callable[..., torch.Tensor]
     gumbel_sample: Callable[..., torch.Tensor]
+    gumbel_best: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     filtered_sample: Callable[..., torch.Tensor]
     penalise: Callable[..., torch.Tensor]
     decode_inputs: Callable[..., Any]
@@ -44,6 +45,7 @@ def torch_ops() -> Ops:
         reference.silu_mul,
         reference.norm_rope_store,
         reference.gumbel_sample,
+        reference.gumbel_best,
         filtered_sample,
         penalise,
         reference.decode_inputs,
@@ -65,12 +67,12 @@ def triton_ops(device: torch.device, dtype: torch.dtype) -> Ops:
     from nanovllm.kernels.norm_rope_store import norm_rope_store
     from nanovllm.kernels.penalties import penalise
     from nanovllm.kernels.rms_norm import add_rms_norm, rms_norm
-    from nanovllm.kernels.sampling import filtered_sample, gumbel_sample
+    from nanovllm.kernels.sampling import filtered_sample, gumbel_best, gumbel_sample
     from nanovllm.kernels.silu_mul import silu_mul
     from nanovllm.kernels.small_gemm import small_linear
     from nanovllm.kernels.split_gemm import split_linear
 
-    sampling = gumbel_sample, filtered_sample, penalise
+    sampling = gumbel_sample, gumbel_best, filtered_sample, penalise
     if not has_dependent_launch(device) or dtype == torch.float32:
         return Ops(rms_norm, add_rms_norm, silu_mul, norm_rope_store, *sampling, decode_inputs, fp8_linear, moe)
     return Ops(

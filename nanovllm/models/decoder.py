@@ -3,7 +3,7 @@
 A family differs from another in `DecoderSpec`; what a checkpoint tensor is called follows from the module tree.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -11,11 +11,12 @@ from torch import nn
 
 from nanovllm.engine.step import Step
 from nanovllm.layers.attention import AttentionBackend
-from nanovllm.layers.embed_head import Embedding, LMHead
+from nanovllm.layers.embed_head import LMHead, make_embedding
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.linear import Linear
-from nanovllm.layers.moe import MoE, MoESpec
+from nanovllm.layers.linear import Linear, row_linear
+from nanovllm.layers.moe import MoE, MoESpec, ShardedMoE
 from nanovllm.layers.ops import Ops
+from nanovllm.layers.parallel import Ranks, Runs
 from nanovllm.layers.rotary_embedding import build_cos_sin, head_order, rope_limit, rope_settings, rotary_dim
 
 # Settings that would change the result and are not implemented, and the value at which they do not.
@@ -62,6 +63,7 @@ class DecoderSpec:
     embedding_scale: float | None = None  # on the embeddings, rounded to the model's dtype
     window_rope: dict[str, Any] | None = None  # rotary settings of layers with a window; None: `rope`
     partial_rotary: bool = False  # heads may be rotated in part
+    total_kv_heads: int | None = None  # of all ranks, where there are several (see `rank_spec`)
 
     @classmethod
     def from_config(cls, hf_config: Any, **switches: Any) -> "DecoderSpec":
@@ -126,6 +128,7 @@ class Build:
     ops: Ops
     attention: AttentionBackend
     max_model_len: int
+    ranks: Ranks = field(default_factory=Ranks)
 
 
 def make_norm(spec: DecoderSpec, size: int, build: Build) -> RMSNorm:
@@ -145,6 +148,30 @@ def qk_order(spec: DecoderSpec) -> torch.Tensor | None:
     return rows.flatten()
 
 
+def query_runs(spec: DecoderSpec, ranks: Ranks) -> Runs:
+    """This rank's rows of the query projection."""
+    return ranks.runs(spec.num_q_heads * spec.head_dim * ranks.size)
+
+
+def kv_runs(spec: DecoderSpec, ranks: Ranks) -> Runs:
+    """This rank's rows of the key and of the value projection; ranks may have the same ones."""
+    total, rows = spec.total_kv_heads or spec.num_kv_heads, spec.head_dim
+    first = ranks.rank * total // ranks.size
+    return Runs(total * rows, ((first * rows, (first + spec.num_kv_heads) * rows),))
+
+
+def column_linear(
+    spec: DecoderSpec, projections: dict[str, Runs], fused: str, bias: bool, build: Build, **options: Any
+) -> Linear:
+    """Projections of the hidden state, of whose outputs this rank computes `projections`; `fused`: their name when
+    the checkpoint has them in one tensor."""
+    if spec.fused_parts:
+        projections = {fused: Runs.joined(list(projections.values()))}
+    parts = {name: sum(stop - start for start, stop in runs.pieces) for name, runs in projections.items()}
+    held = projections if build.ranks.size > 1 else None
+    return Linear(spec.hidden_size, parts, bias, build.dtype, build.device, held=held, **options)
+
+
 class Attention(nn.Module):
     def __init__(self, spec: DecoderSpec, layer: int, build: Build, cos_sin: torch.Tensor):
         super().__init__()
@@ -153,13 +180,11 @@ class Attention(nn.Module):
         self.eps = spec.rms_norm_eps
         self.scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
         self.window = spec.windows[layer] if spec.windows else None
-        where = (build.dtype, build.device)
-        q_rows, kv_rows = spec.num_q_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        parts = {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows}
-        if spec.fused_parts:
-            parts = {"qkv_proj": q_rows + 2 * kv_rows}
-        self.qkv_proj = Linear(spec.hidden_size, parts, spec.qkv_bias, *where, order=qk_order(spec))
-        self.o_proj = Linear(q_rows, {"o_proj": spec.hidden_size}, spec.o_bias, *where)
+        q, kv = query_runs(spec, build.ranks), kv_runs(spec, build.ranks)
+        rows = {"q_proj": q, "k_proj": kv, "v_proj": kv}
+        self.qkv_proj = column_linear(spec, rows, "qkv_proj", spec.qkv_bias, build, order=qk_order(spec))
+        where = (build.dtype, build.device, build.ranks)
+        self.o_proj = row_linear(spec.num_q_heads * spec.head_dim, {"o_proj": spec.hidden_size}, spec.o_bias, *where)
         self.q_norm = make_norm(spec, spec.head_dim, build) if spec.qk_norm else None
         self.k_norm = make_norm(spec, spec.head_dim, build) if spec.qk_norm else None
         self.norms_heads = spec.qk_norm
@@ -195,12 +220,11 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, spec: DecoderSpec, build: Build):
         super().__init__()
-        parts = {"gate_proj": spec.intermediate_size, "up_proj": spec.intermediate_size}
-        if spec.fused_parts:
-            parts = {"gate_up_proj": 2 * spec.intermediate_size}
-        where = (spec.mlp_bias, build.dtype, build.device)
-        self.gate_up_proj = Linear(spec.hidden_size, parts, *where)
-        self.down_proj = Linear(spec.intermediate_size, {"down_proj": spec.hidden_size}, *where)
+        runs = build.ranks.runs(spec.intermediate_size * build.ranks.size)
+        rows = {"gate_proj": runs, "up_proj": runs}
+        self.gate_up_proj = column_linear(spec, rows, "gate_up_proj", spec.mlp_bias, build)
+        where = (spec.mlp_bias, build.dtype, build.device, build.ranks)
+        self.down_proj = row_linear(spec.intermediate_size, {"down_proj": spec.hidden_size}, *where)
         self._silu_mul = build.ops.silu_mul
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -214,7 +238,9 @@ class DecoderLayer(nn.Module):
         self.self_attn = Attention(spec, layer, build, cos_sin)
         self.post_attention_layernorm = make_norm(spec, spec.hidden_size, build)
         if spec.moe is not None and layer in spec.moe.layers:
-            self.mlp: nn.Module = MoE(spec.hidden_size, spec.moe, build.dtype, build.device, build.ops)
+            experts = MoE if build.ranks.size == 1 else ShardedMoE
+            where = (build.dtype, build.device, build.ops, build.ranks)
+            self.mlp: nn.Module = experts(spec.hidden_size, spec.moe, *where)
         else:
             self.mlp = MLP(spec, build)
 
@@ -243,7 +269,7 @@ class DecoderModel(nn.Module):
         cos_sin = build_cos_sin(spec.hf_config, spec.rope, *rotation)
         in_window = build_cos_sin(spec.hf_config, spec.window_rope, *rotation) if spec.window_rope else cos_sin
         windows = spec.windows or (None,) * spec.num_layers
-        self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size, *where)
+        self.embed_tokens = make_embedding(spec.vocab_size, spec.hidden_size, *where, build.ranks)
         layer_class = spec.layer_class or DecoderLayer
         self.layers = nn.ModuleList(
             layer_class(spec, i, build, cos_sin if window is None else in_window) for i, window in enumerate(windows)
@@ -272,14 +298,30 @@ class DecoderForCausalLM(nn.Module):
     def __init__(self, spec: DecoderSpec, build: Build):
         super().__init__()
         self.spec = spec
+        self.ranks = build.ranks
         self.dtype = build.dtype
         self.model = DecoderModel(spec, build)
         tied = self.model.embed_tokens if spec.tie_word_embeddings else None
-        self.lm_head = LMHead(spec.vocab_size, spec.hidden_size, build.dtype, build.device, tied)
+        self.lm_head = LMHead(spec.vocab_size, spec.hidden_size, build.dtype, build.device, tied, build.ranks)
 
     def forward(self, input_ids: torch.Tensor, step: Step) -> torch.Tensor:
         return self.model(input_ids, step)
 
     def compute_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """[n, hidden_size] to [n, vocab_size], into `out` if given."""
+        """[n, hidden_size] to [n, logit_columns], into `out` if given."""
         return self.lm_head(hidden) if out is None else self.lm_head.write_logits(hidden, out)
+
+    @property
+    def logit_columns(self) -> int:
+        """Of `compute_logits`: with several ranks those of this rank's token ids, and perhaps one without meaning."""
+        return self.ranks.padded_vocab(self.spec.vocab_size)
+
+    def gather_logits(self, logits: torch.Tensor) -> torch.Tensor | None:
+        """[n, vocab_size] from every rank's `compute_logits`; None on other ranks than 0."""
+        if self.ranks.size == 1:
+            return logits
+        shares = self.ranks.gather(logits)
+        if shares is None:
+            return None
+        bounds = [replace(self.ranks, rank=rank).vocab(self.spec.vocab_size) for rank in range(self.ranks.size)]
+        return torch.cat([share[:, : end - first] for share, (first, end) in zip(shares, bounds, strict=True)], dim=1)

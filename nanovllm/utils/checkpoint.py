@@ -2,12 +2,13 @@
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
+from nanovllm.layers.parallel import Cut
 from nanovllm.utils.hub import is_gguf, resolve_model
 from nanovllm.utils.safetensors_files import safetensors_weights
 
@@ -30,8 +31,10 @@ class Checkpoint(Protocol):
         """The transformers config."""
         ...
 
-    def weights(self, device: torch.device | str = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
-        """(Hugging Face name, tensor on `device`) of every tensor, one at a time."""
+    def weights(
+        self, device: torch.device | str = "cpu", cuts: Mapping[str, Cut] | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """(Hugging Face name, tensor on `device`) of every tensor, one at a time; of those in `cuts` the part."""
         ...
 
     def tokenizer(self) -> Any:
@@ -71,8 +74,10 @@ class FolderCheckpoint:
         except Exception as error:  # transformers validates with many exception types
             raise ValueError(f"{self.path / 'config.json'}: transformers cannot read it: {error}") from error
 
-    def weights(self, device: torch.device | str = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
-        return safetensors_weights(self.path, torch.device(device))
+    def weights(
+        self, device: torch.device | str = "cpu", cuts: Mapping[str, Cut] | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        return safetensors_weights(self.path, torch.device(device), cuts or {})
 
     def tokenizer(self) -> Any:
         if not any((self.path / name).is_file() for name in TOKENIZER_FILES):

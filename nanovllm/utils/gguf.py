@@ -9,7 +9,7 @@ import mmap
 import os
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,9 @@ import torch
 from gguf import GGML_QUANT_SIZES, dequantize
 from gguf import GGMLQuantizationType as TensorType
 
+from nanovllm.layers.parallel import Cut
 from nanovllm.utils.checkpoint import check_num_layers
+from nanovllm.utils.safetensors_files import wrong_shape
 
 FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}  # by architecture; what transformers calls them
 # Types of metadata values: struct codes of the scalars by their number in the format, and the two others.
@@ -99,17 +101,24 @@ class GGUFCheckpoint:
         except Exception as error:  # transformers validates with many exception types
             raise ValueError(f"{self.path}: transformers refuses the config: {error}") from error
 
-    def weights(self, device: torch.device | str = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
+    def weights(
+        self, device: torch.device | str = "cpu", cuts: Mapping[str, Cut] | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """(Hugging Face name, tensor on `device`) of every tensor, dequantised one at a time on the CPU.
 
-        Quantised tensors come in float32, others in the type that they are stored in.
+        Quantised tensors come in float32, others in the type that they are stored in; those in `cuts` are cut then.
 
         Raises:
-            ValueError: a tensor whose name is unknown, or of a type that cannot be dequantised.
+            ValueError: a tensor whose name is unknown, of a type that cannot be dequantised, or of another shape than
+                its cut is for.
         """
         for info, name in self._named_tensors():
-            tensor = self._read(info).to(device)
-            yield name, self._unpermuted(info, tensor) if self._architecture == "llama" else tensor
+            tensor, cut = self._read(info).to(device), (cuts or {}).get(name)
+            if self._architecture == "llama":
+                tensor = self._unpermuted(info, tensor)
+            if cut is not None and info.shape != cut.shape:
+                raise wrong_shape(self.path, name, info.shape, cut.shape)
+            yield name, tensor if cut is None else cut.of(tensor)
 
     def names(self) -> list[str]:
         """Hugging Face names of all tensors; raises ValueError like `weights`."""

@@ -11,10 +11,13 @@ import torch
 from torch import nn
 
 from nanovllm.kernels.reference import FP8
-from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.embed_head import Embedding
+from nanovllm.layers.layernorm import RMSNorm, ShardedNorm
 from nanovllm.layers.linear import Linear
-from nanovllm.layers.moe import Experts
+from nanovllm.layers.moe import Experts, MoE
 from nanovllm.layers.ops import Ops
+from nanovllm.layers.parallel import Cut
+from nanovllm.utils.safetensors_files import wrong_shape
 
 # Tensors that some checkpoints carry although they say nothing: rotary tables, and the head of a tied model.
 REDUNDANT = re.compile(r"rotary_emb\.inv_freq$")
@@ -31,9 +34,25 @@ def destinations(model: nn.Module) -> dict[str, torch.Tensor]:
         parent = path.rpartition(".")[0]
         if isinstance(module, (Linear, Experts)):
             views.update({_join(parent, name): view for name, view in module.part_views().items()})
+        elif isinstance(module, Embedding):
+            views.update({_join(path, name): view for name, view in module.part_views().items()})
         else:
             views.update({_join(path, name): p.data for name, p in module.named_parameters(recurse=False)})
     return views
+
+
+def cuts(model: nn.Module) -> dict[str, Cut]:
+    """What this rank takes of the checkpoint's tensors, by name; of others it takes all. Empty with one rank."""
+    found: dict[str, Cut] = {}
+    for path, module in model.named_modules():
+        parent = path.rpartition(".")[0]
+        if isinstance(module, (Linear, Experts)):
+            found.update({_join(parent, name): cut for name, cut in module.part_cuts().items()})
+        elif isinstance(module, (Embedding, ShardedNorm)):
+            found.update({_join(path, name): cut for name, cut in module.part_cuts().items()})
+    if EMBEDDING in found:
+        found.setdefault(TIED_HEAD, found[EMBEDDING])
+    return found
 
 
 def fused_destinations(model: nn.Module) -> dict[str, tuple[torch.Tensor, list[str]]]:
@@ -52,7 +71,7 @@ def load_weights(model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]], 
 
     Args:
         model: holds uninitialised parameters.
-        tensors: (name, tensor), read one at a time.
+        tensors: (name, tensor, or this rank's part as `cuts` says), read one at a time.
         source: named in errors.
 
     Raises:
@@ -79,9 +98,7 @@ def load_weights(model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]], 
         if not missing.issuperset(filled):
             raise ValueError(f"{source}: tensor {name!r} is there twice")
         if view.shape != tensor.shape:
-            raise ValueError(
-                f"{source}: tensor {name!r} has shape {list(tensor.shape)}, the config asks for {list(view.shape)}"
-            )
+            raise wrong_shape(source, name, tensor.shape, view.shape)
         view.copy_(tensor)
         missing.difference_update(filled)
     if tied_head is not None:
@@ -99,13 +116,18 @@ def scales_like(tensor: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
     return flat.expand_as(view) if flat.numel() == 1 else flat
 
 
-def fill_with_random_weights(model: nn.Module, seed: int) -> None:
-    """Dummy weights: normal matrices of the usual scale, norms at 1, biases small."""
+def fill_with_random_weights(model: nn.Module, seed: int, rank: int | None = None) -> None:
+    """Dummy weights: normal matrices of the usual scale, norms at 1, biases small.
+
+    What all ranks hold is the same on all; the rest differs, so that another number of ranks is another model.
+    """
     device = next(model.parameters()).device
     generator = torch.Generator(device=device).manual_seed(seed)
+    own = generator if rank is None else torch.Generator(device=device).manual_seed(seed + 1 + rank)
+    shared = {id(p) for module in model.modules() if isinstance(module, MoE) for p in module.gate.parameters()}
     for parameter in model.parameters():
         if parameter.dim() > 1:
-            parameter.data.normal_(0.0, 0.02, generator=generator)
+            parameter.data.normal_(0.0, 0.02, generator=generator if id(parameter) in shared else own)
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:
             parameter.data.fill_(0.01 if name.endswith("bias") else 1.0)

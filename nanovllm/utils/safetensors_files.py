@@ -2,13 +2,15 @@
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from nanovllm.layers.parallel import Cut
 from nanovllm.utils.stream import Piece, stream
 
 DTYPES = {
@@ -28,21 +30,46 @@ DTYPES = {
 }
 
 
-def safetensors_weights(folder: Path, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+def safetensors_weights(
+    folder: Path, device: torch.device, cuts: Mapping[str, Cut]
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Tensors of a folder's `model.safetensors`, of the shards in its index, or of its only safetensors file.
 
     On a CPU they are views of the mapped file, which the system pages in as they are read. To a GPU they are streamed
     through a little pinned memory (see `stream`); a mapped file would go through the driver's, one page at a time.
+    Of tensors in `cuts` only that part is read; to a GPU, parts that lie scattered come from the mapped file.
 
     Raises:
-        ValueError: no such file, an index that is broken, leads out of the folder or misses shards, a corrupt file.
+        ValueError: no such file, an index that is broken, leads out of the folder or misses shards, a corrupt file, a
+            tensor of another shape than its cut is for.
     """
     files = _safetensors_files(folder)
     if device.type == "cpu":
         for file, names in files:
-            yield from _mapped_tensors(file, names)
-    else:
-        yield from stream([piece for file, names in files for piece in stored_tensors(file, names)], device)
+            yield from _mapped_tensors(file, names, cuts)
+        return
+    pieces = [piece for file, names in files for piece in stored_tensors(file, names)]
+    scattered = {piece.name for piece in pieces if piece.name in cuts and not cuts[piece.name].lies_together}
+    yield from stream([_cut_piece(p, cuts.get(p.name)) for p in pieces if p.name not in scattered], device)
+    for file in dict.fromkeys(piece.file for piece in pieces if piece.name in scattered):
+        for name, tensor in _mapped_tensors(file, None, cuts, scattered):
+            yield name, tensor.contiguous().to(device)
+
+
+def wrong_shape(source: object, name: str, shape: Sequence[int], wanted: Sequence[int]) -> ValueError:
+    return ValueError(f"{source}: tensor {name!r} has shape {list(shape)}, the config asks for {list(wanted)}")
+
+
+def _cut_piece(piece: Piece, cut: Cut | None) -> Piece:
+    """Where the part of a tensor lies that `cut` leaves."""
+    if cut is None:
+        return piece
+    if piece.shape != cut.shape:
+        raise wrong_shape(piece.file.parent, piece.name, piece.shape, cut.shape)
+    ((first, last),) = cut.pieces
+    row_bytes = (piece.end - piece.start) // piece.shape[0]
+    start, end = piece.start + first * row_bytes, piece.start + last * row_bytes
+    return replace(piece, shape=(last - first, *piece.shape[1:]), start=start, end=end)
 
 
 def _safetensors_files(folder: Path) -> list[tuple[Path, set[str] | None]]:
@@ -79,10 +106,18 @@ def _indexed_files(folder: Path, index: Path) -> list[tuple[Path, set[str] | Non
     return [(folder / shard, names) for shard, names in sorted(shards.items())]
 
 
-def _mapped_tensors(file: Path, names: set[str] | None) -> Iterator[tuple[str, torch.Tensor]]:
+def _mapped_tensors(
+    file: Path, names: set[str] | None, cuts: Mapping[str, Cut], wanted: Collection[str] | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Views of a file's tensors, or of those `wanted`, cut."""
     with _opened(file, names) as reader:
         for name in reader.keys():  # noqa: SIM118 - a safetensors reader is no mapping
-            yield name, reader.get_tensor(name)
+            if wanted is not None and name not in wanted:
+                continue
+            tensor, cut = reader.get_tensor(name), cuts.get(name)
+            if cut is not None and tuple(tensor.shape) != cut.shape:
+                raise wrong_shape(file.parent, name, tensor.shape, cut.shape)
+            yield name, tensor if cut is None else cut.of(tensor)
 
 
 def stored_tensors(file: Path, names: set[str] | None) -> list[Piece]:

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from nanovllm.kernels import reference
+from nanovllm.kernels import reference, sampling
 from nanovllm.kernels.sampling import gumbel_sample
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -187,3 +187,23 @@ def test_cuda_graph_replays_follow_their_inputs():
             value.copy_(fresh)
         graph.replay()
         check(tokens, plain_scores(*rows))
+
+
+@pytest.mark.parametrize("module", [sampling, reference], ids=["kernel", "reference"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_best_of_the_draws_among_shares_is_the_draw_among_all(module, dtype):
+    """With unequal shares, surplus columns, greedy rows and ties between shares."""
+    logits, temperatures, seeds, positions = make_rows(24, 999, dtype)
+    temperatures[::3] = 0
+    logits[0, [5, 400, 998]] = 50.0  # the lowest id wins
+    logits[3, [400, 998]] = 50.0
+    expected = module.gumbel_sample(logits, temperatures, seeds, positions)
+    assert expected[[0, 3]].tolist() == [5, 400]
+    draws = []
+    for first, end in [(0, 300), (300, 301), (301, 999)]:
+        padded = torch.cat([logits[:, first:end], torch.full_like(logits[:, :1], 1e4)], dim=1)
+        draws.append(module.gumbel_best(padded, temperatures, seeds, positions, first, end - first))
+    winners = torch.stack([scores for scores, _ in draws]).argmax(0, keepdim=True)
+    tokens = torch.stack([tokens for _, tokens in draws]).gather(0, winners)[0]
+    assert tokens.tolist() == expected.tolist()
+    assert len(set(tokens.tolist())) > 10

@@ -4,6 +4,7 @@ import torch
 from nanovllm.layers.embed_head import Embedding, LMHead
 from nanovllm.layers.linear import Linear, can_pack
 from nanovllm.layers.ops import torch_ops
+from nanovllm.layers.parallel import Ranks
 
 CPU = torch.device("cpu")
 
@@ -49,7 +50,7 @@ def test_tied_head_keeps_the_embedding_usable():
     embedding = Embedding(30, 40, torch.float32, CPU)
     embedding.weight.data.normal_()
     rows = embedding.weight[[3, 7]].clone()
-    head = LMHead(30, 40, torch.float32, CPU, tied_to=embedding)
+    head = LMHead(30, 40, torch.float32, CPU, embedding, Ranks())
     assert head.part_views() == {}
     x = torch.randn(2, 40)
     expected = x @ embedding.weight.T

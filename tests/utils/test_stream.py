@@ -12,8 +12,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from nanovllm.layers.parallel import Cut
 from nanovllm.utils.checkpoint import FolderCheckpoint
-from nanovllm.utils.safetensors_files import stored_tensors
+from nanovllm.utils.safetensors_files import safetensors_weights, stored_tensors
 from nanovllm.utils.stream import spans, stream
 from tests.helpers import save_random_model, small_config
 
@@ -131,8 +132,9 @@ MEASURE = """
 import sys
 from pathlib import Path
 import torch
+from nanovllm.layers.parallel import Cut
 from nanovllm.utils.checkpoint import FolderCheckpoint
-from nanovllm.utils.safetensors_files import stored_tensors
+from nanovllm.utils.safetensors_files import safetensors_weights, stored_tensors
 from nanovllm.utils.stream import stream
 
 def peak(read):
@@ -178,3 +180,30 @@ def test_streaming_to_a_gpu(tmp_path):
         found = dict(stream(pieces, torch.device("cuda"), **sizes))
         assert all(tensor.is_cuda for tensor in found.values())
         assert_same({name: tensor.cpu() for name, tensor in found.items()}, expected)
+
+
+def test_parts_of_tensors_are_all_that_is_read(tmp_path, monkeypatch):
+    """Rows are streamed, columns come from the mapped file; rows that nobody asks for are not read."""
+    tensors = {"rows": torch.randn(8, 6), "columns": torch.randn(4, 10), "whole": torch.randn(5)}
+    tensors["both"] = torch.randn(12, 3)
+    save_file(tensors, tmp_path / "model.safetensors")
+    cuts = {
+        "rows": Cut((8, 6), 0, ((2, 4),)),
+        "columns": Cut((4, 10), 1, ((5, 10),)),
+        "both": Cut((12, 3), 0, ((0, 2), (6, 8))),
+    }
+    read = []
+
+    def listing(pieces, device):
+        read.extend(pieces)
+        return stream(pieces, CPU)
+
+    monkeypatch.setattr("nanovllm.utils.safetensors_files.stream", listing)
+    for device in (CPU, torch.device("meta")):  # what is no CPU is streamed to
+        found = dict(safetensors_weights(tmp_path, device, cuts))
+        assert found.keys() == tensors.keys()
+        for name, tensor in tensors.items():
+            expected = cuts[name].of(tensor) if name in cuts else tensor
+            assert found[name].shape == expected.shape
+            assert found[name].is_meta or torch.equal(found[name], expected)
+    assert sorted((piece.name, piece.end - piece.start) for piece in read) == [("rows", 2 * 6 * 4), ("whole", 20)]
