@@ -98,6 +98,8 @@ def reference_greedy(model, prompt: list[int], num_tokens: int) -> list[int]:
 
 def engine_logits(llm, prompt: list[int]) -> torch.Tensor:
     """Logits [len(prompt), vocab_size] of a prompt run in one step, in the engine's first blocks."""
+    if llm._long_rope is not None:
+        llm.model_runner.rows.rotary_offsets[0] = llm._long_rope.offset_for(len(prompt) + 1)
     return runner_logits(llm.model_runner, prompt)
 
 

@@ -11,7 +11,7 @@ evictable ones, so that taking, returning and reviving a block are all O(1).
 
 The prefix cache maps a chain key (hash of the parent's key and the block's token ids) to a block. A hit
 also compares the token ids and the identity of the parent's content, so a collision can cost a miss but
-never mix texts.
+never mix texts. At the beginning of a chain stands the sequence's root, which tells rotations of the keys apart.
 """
 
 import struct
@@ -22,8 +22,6 @@ from dataclasses import dataclass
 import xxhash
 
 from nanovllm.engine.sequence import Sequence
-
-ROOT_UID = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +50,7 @@ class BlockManager:
         self._unused: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._contents: dict[int, Published] = {}  # block -> what it holds
         self._cached: dict[bytes, int] = {}  # chain key -> block
-        self._last_uid = ROOT_UID
+        self._last_uid = 0
 
     @property
     def num_free_blocks(self) -> int:
@@ -65,9 +63,10 @@ class BlockManager:
     def chain(self, seq: Sequence, num_blocks: int) -> list[tuple[bytes, bytes]]:
         """(chain key, token ids) of the first `num_blocks` full blocks of known tokens; computed once a sequence."""
         chain = seq.block_chain
+        root = struct.pack("q", seq.root_uid) if seq.root_uid else b""
         for i in range(len(chain), num_blocks):
             tokens = struct.pack(f"{self.block_size}i", *seq.token_ids[i * self.block_size : (i + 1) * self.block_size])
-            chain.append((chain_key(chain[-1][0] if chain else b"", tokens), tokens))
+            chain.append((chain_key(chain[-1][0] if chain else root, tokens), tokens))
         return chain[:num_blocks]
 
     def num_matchable_blocks(self, seq: Sequence) -> int:
@@ -79,7 +78,7 @@ class BlockManager:
         if not self.enable_prefix_caching:
             return []
         blocks: list[int] = []
-        parent_uid = ROOT_UID
+        parent_uid = seq.root_uid
         for key, tokens in self.chain(seq, self.num_matchable_blocks(seq)):
             block = self._cached.get(key)
             if block is None:
@@ -106,7 +105,7 @@ class BlockManager:
             self.num_shared_blocks += self.ref_counts[block] == 2
         seq.block_table = list(prefix)
         seq.num_published_blocks = len(prefix)
-        seq.last_published_uid = self._contents[prefix[-1]].uid if prefix else ROOT_UID
+        seq.last_published_uid = self._contents[prefix[-1]].uid if prefix else seq.root_uid
         seq.num_computed_tokens = len(prefix) * self.block_size
         self.extend(seq, seq.num_tokens)
 
@@ -144,7 +143,7 @@ class BlockManager:
                     self._unused.move_to_end(block, last=False)
         seq.block_table = []
         seq.num_published_blocks = 0
-        seq.last_published_uid = ROOT_UID
+        seq.last_published_uid = seq.root_uid
         seq.num_computed_tokens = 0
 
     def reset_prefix_cache(self) -> None:

@@ -32,6 +32,7 @@ from nanovllm.layers.attention import AttentionBackend, TorchAttention
 from nanovllm.layers.flash_attention import FlashAttention
 from nanovllm.layers.ops import Ops, torch_ops, triton_ops
 from nanovllm.layers.parallel import Ranks
+from nanovllm.layers.rotary_embedding import LongRope
 from nanovllm.models.decoder import Build, DecoderForCausalLM, DecoderSpec
 from nanovllm.models.registry import model_spec
 from nanovllm.models.split import rank_spec
@@ -51,6 +52,7 @@ class EngineParts:
     tokenizer: Any
     vocab_size: int
     max_model_len: int
+    long_rope: LongRope | None
     model_runner: ModelRunner
     scheduler: Scheduler
     step_builder: StepBuilder
@@ -127,6 +129,7 @@ def build_engine_parts(config: Config) -> EngineParts:
         tokenizer=tokenizer,
         vocab_size=spec.vocab_size,
         max_model_len=limits.max_model_len,
+        long_rope=spec.long_rope(limits.max_model_len),
         model_runner=runner,
         scheduler=Scheduler(blocks, limits.max_num_seqs, limits.max_num_batched_tokens, eos),
         step_builder=StepBuilder(limits.max_num_seqs, eos, finder),
@@ -293,8 +296,6 @@ def choose_limits(config: Config, spec: DecoderSpec, device: torch.device) -> Li
     asked = config.max_model_len
     if asked is not None and asked > window:
         raise ValueError(f"max_model_len {asked} exceeds the model's window of {window} tokens{note}")
-    if asked is None and window < spec.hf_config.max_position_embeddings:
-        logger.warning("max_model_len is %d%s", window, note)
     if (asked or window) < 2:
         raise ValueError(f"max_model_len must be at least 2 (one prompt token, one generated), got {asked or window}")
     return Limits(max_num_seqs, tokens, asked or window)

@@ -112,6 +112,7 @@ class GraphRunner:
         )
         step = Step(
             positions=inputs.positions,
+            rotary=state.rotary(inputs.positions, inputs.rows),
             slots=inputs.slots,
             rows=rows,
             cu_seqlens=self._no_prompts,

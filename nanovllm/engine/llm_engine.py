@@ -61,6 +61,7 @@ class LLMEngine:
             blocks.num_blocks,
             blocks.block_size,
         )
+        self._long_rope = parts.long_rope
         self._step_builder = parts.step_builder
         self._max_in_flight = 1 if parts.overlap else 0  # steps whose tokens the next step does not wait for
         self._in_flight: deque[tuple[Batch, StepResult]] = deque()
@@ -353,6 +354,7 @@ class LLMEngine:
             self.tokenizer,
             self._grammars,
             self._stop_tokens,
+            self._long_rope,
         )
         request.by_step = by_step
         requests.append(request)

@@ -86,7 +86,9 @@ class ModelRunner:
         self.device = kv_cache.device
         self.block_size = kv_cache.shape[3]
         max_blocks = -(-limits.max_model_len // self.block_size)
-        self.rows = RowState.allocate(limits.max_num_seqs, max_blocks, kv_cache.shape[2] - 1, self.device)
+        two_rotations = model.spec.long_rope(limits.max_model_len) is not None
+        padding_block = kv_cache.shape[2] - 1
+        self.rows = RowState.allocate(limits.max_num_seqs, max_blocks, padding_block, self.device, two_rotations)
         one = model.ranks.size == 1
         self._drawer = Drawer(self.rows, ops, model.spec.vocab_size) if one else RankDrawer(self.rows, ops, model)
         self._shared: SharedPrefixes[np.ndarray] | None = None  # what `attention.shared` holds
@@ -213,6 +215,7 @@ class ModelRunner:
         blocks = state.block_tables[token_rows.long(), (positions // self.block_size).long()]
         step = Step(
             positions=positions.long(),
+            rotary=state.rotary(positions, token_rows),
             slots=blocks * self.block_size + positions % self.block_size,
             rows=rows,
             cu_seqlens=cu,

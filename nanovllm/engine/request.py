@@ -7,6 +7,7 @@ from nanovllm.engine.detokenizer import Detokenizer, StopChecker
 from nanovllm.engine.grammar import GrammarCompiler
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.engine.stop_tokens import StopTokens
+from nanovllm.layers.rotary_embedding import LongRope
 from nanovllm.sampling_params import SamplingParams
 
 Output = dict[str, Any]
@@ -193,6 +194,7 @@ def make_request(
     tokenizer: Any,
     grammars: GrammarCompiler,
     stop_tokens: StopTokens,
+    long_rope: LongRope | None = None,
 ) -> Request:
     """The sequences of a prompt.
 
@@ -203,7 +205,7 @@ def make_request(
         max_len: length at which any sequence of the engine ends.
         engine_seed: what seeds are derived from where `params` has none.
         tokenizer: of the model, or None.
-        grammars, stop_tokens: of the engine.
+        grammars, stop_tokens, long_rope: of the engine.
     """
     if params.max_tokens is not None:
         max_len = min(max_len, len(ids) + params.max_tokens)
@@ -220,6 +222,7 @@ def make_request(
             grammars.start(params),
             scores_prompt=params.prompt_logprobs is not None and i == 0,  # the prompt is the same for all
             bad_words=bad_words,
+            rotary_offset=0 if long_rope is None else long_rope.offset_for(max_len),
         )
         for i in range(params.n)
     ]

@@ -40,6 +40,7 @@ class Sequence:
         grammar: what it has to follow, if anything.
         scores_prompt: collect the log-probabilities of the prompt's tokens.
         bad_words: token ids of each string that must not appear.
+        rotary_offset: added to its positions where they are rows of the rotary table.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Sequence:
         grammar: Grammar | None = None,
         scores_prompt: bool = False,
         bad_words: tuple[tuple[int, ...], ...] = (),
+        rotary_offset: int = 0,
     ):
         self.seq_id = seq_id
         self.token_ids = list(prompt_token_ids)
@@ -74,6 +76,7 @@ class Sequence:
         self.ended_by_grammar = False  # with a token of the text, after which nothing can follow
         self.logprobs: list[dict[int, float]] = []  # of each generated token, if asked for
         self.bad_words = bad_words
+        self.rotary_offset = rotary_offset
         self.scores_prompt = scores_prompt
         self.prompt_logprobs: list[dict[int, float] | None] = [None]  # of each prompt token, as far as they are known
         self.num_streamed_tokens = 0
@@ -90,7 +93,9 @@ class Sequence:
         self.row = -1  # device row while running
         self.block_table: list[int] = []
         self.num_published_blocks = 0
-        self.last_published_uid = 0  # content of the last published block, parent of the next one
+        # Parent of the first block: keys that are rotated differently have another, and none is a published block's.
+        self.root_uid = -rotary_offset
+        self.last_published_uid = self.root_uid  # content of the last published block, parent of the next one
         self.block_chain: list[tuple[bytes, bytes]] = []  # (chain key, token ids) of full blocks, filled when asked for
 
     def fail(self, error: Exception) -> None:
@@ -110,7 +115,7 @@ class Sequence:
         self.row = -1
         self.block_table = []
         self.num_published_blocks = 0
-        self.last_published_uid = 0
+        self.last_published_uid = self.root_uid
 
     @property
     def needs_prompt_scores(self) -> bool:

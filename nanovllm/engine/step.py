@@ -21,7 +21,7 @@ from nanovllm.engine.shared_prefix import SharedPrefixFinder
 from nanovllm.kernels.shared_prefixes import SharedPrefixes
 from nanovllm.layers.sampler import Filters
 
-ROW_PARAMS = 10  # int32 values that a row needs to know of its sequence
+ROW_PARAMS = 11  # int32 values that a row needs to know of its sequence
 ON_DEVICE = -1  # in `token_ids`: the row's last sampled token, which is on the device already
 
 
@@ -139,13 +139,13 @@ class StepBuilder:
 
 
 def _row_params(seq: Sequence) -> tuple[int, ...]:
-    """[ROW_PARAMS] row, bits of six float32, top_k, low and high half of the seed."""
+    """[ROW_PARAMS] row, bits of six float32, top_k, low and high half of the seed, the rotary offset."""
     params = seq.params
     reals = (params.temperature, params.top_p, params.min_p)
     penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
     floats = np.array([*reals, *penalties], dtype=np.float32).view(np.int32)
     seed = np.array([seq.seed], dtype=np.int64).view(np.int32)
-    return seq.row, *floats.tolist(), min(params.top_k, 2**31 - 1), *seed.tolist()
+    return seq.row, *floats.tolist(), min(params.top_k, 2**31 - 1), *seed.tolist(), seq.rotary_offset
 
 
 @dataclass
@@ -163,9 +163,12 @@ class RowState:
     top_ks: torch.Tensor  # [num_rows + 1] int32
     seeds: torch.Tensor  # [num_rows + 1] int64
     penalties: torch.Tensor  # [3, num_rows + 1] float32: repetition, presence, frequency
+    rotary_offsets: torch.Tensor | None  # [num_rows + 1] int64, see `LongRope`; None: all are 0
 
     @classmethod
-    def allocate(cls, num_rows: int, max_blocks: int, padding_block: int, device: torch.device) -> "RowState":
+    def allocate(
+        cls, num_rows: int, max_blocks: int, padding_block: int, device: torch.device, long_rope: bool = False
+    ) -> "RowState":
         tables = torch.full((num_rows + 1, max_blocks), padding_block, dtype=torch.int32, device=device)
         return cls(
             last_tokens=torch.zeros(num_rows + 1, dtype=torch.int64, device=device),
@@ -176,6 +179,7 @@ class RowState:
             top_ks=torch.zeros(num_rows + 1, dtype=torch.int32, device=device),
             seeds=torch.zeros(num_rows + 1, dtype=torch.int64, device=device),
             penalties=torch.tensor([[1.0], [0.0], [0.0]], device=device).repeat(1, num_rows + 1),
+            rotary_offsets=torch.zeros(num_rows + 1, dtype=torch.int64, device=device) if long_rope else None,
         )
 
     @property
@@ -195,6 +199,12 @@ class RowState:
             self.penalties[:, rows] = row_params[4:7].view(torch.float32)
             self.top_ks[rows] = row_params[7]
             self.seeds[rows] = (row_params[9].long() << 32) | (row_params[8].long() & 0xFFFFFFFF)
+            if self.rotary_offsets is not None:
+                self.rotary_offsets[rows] = row_params[10].long()
+
+    def rotary(self, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor | None:
+        """`Step.rotary` of tokens at `positions` [T] in `rows` [T], both of any integer type."""
+        return None if self.rotary_offsets is None else positions + self.rotary_offsets[rows.long()]
 
     def filters(self, rows: torch.Tensor) -> Filters:
         """Of rows [n] int64."""
@@ -213,6 +223,7 @@ class Step:
     block_tables: torch.Tensor  # [num_rows + 1, max_blocks] int32, indexed by row
     max_seqlen: int  # largest number of tokens of one sequence
     kv_cache: torch.Tensor  # [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim]
+    rotary: torch.Tensor | None = None  # [T] int64, rows of the rotary table; None: the positions
     wanted: torch.Tensor | None = None  # [n] int64, n >= 1, tokens whose hidden states are asked for; None: all
     kv_scales: torch.Tensor | None = None  # [num_layers, 2, num_kv_heads] float32, of a cache in float8: keys, values
     plan: object = None  # what the attention backend worked out for all layers

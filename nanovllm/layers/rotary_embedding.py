@@ -1,6 +1,7 @@
 """Rotary position embedding: the table of cosines and sines (Su et al., 2021) and its scaled variants."""
 
 import math
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,34 +57,56 @@ def rotary_dim(settings: dict[str, Any], head_dim: int) -> int:
     return dim
 
 
-def rope_limit(settings: dict[str, Any], max_positions: int) -> tuple[int, str]:
-    """Longest sequence whose tokens one table can rotate, and what limits it, for an error message.
+def limit_note(settings: dict[str, Any]) -> str:
+    """Why sequences end at the config's `max_position_embeddings`, to end an error message with."""
+    if settings["rope_type"] == "dynamic":
+        return " (beyond it, the angles of rope type 'dynamic' change with each sequence's length)"
+    return ""
 
-    Keys in the cache are rotated already and serve every sequence with the same prefix. Where a longer sequence
-    rotates all its tokens differently from a shorter one, the length ends at which that happens.
+
+@dataclass(frozen=True)
+class LongRope:
+    """A second table of angles behind the first, for sequences that may grow longer than `window` positions.
+
+    Keys in the cache are rotated already, and stay as they are when a sequence grows: which table it has is decided by
+    the length that it may reach, and it shares no cached prefix with sequences that have the other.
     """
-    kind = settings["rope_type"]
-    if kind == "longrope" and isinstance(settings[ORIGINAL], int) and settings[ORIGINAL] < max_positions:
-        reason = f"of {max_positions} in the config: beyond {ORIGINAL}, rope type 'longrope' takes all tokens of the"
-        return settings[ORIGINAL], f" ({reason} sequence to other angles, which is not supported)"
-    if kind == "dynamic":
-        return max_positions, " (beyond it, the angles of rope type 'dynamic' change with each sequence's length)"
-    return max_positions, ""
+
+    window: int
+    offset: int  # where the second table begins
+
+    def offset_for(self, max_len: int) -> int:
+        """What a sequence that ends at `max_len` tokens adds to positions; its last token is never computed."""
+        return self.offset if max_len - 1 > self.window else 0
 
 
-def inverse_frequencies(hf_config: Any, settings: dict[str, Any], head_dim: int) -> tuple[torch.Tensor, float]:
+def long_rope(settings: dict[str, Any], max_len: int) -> LongRope | None:
+    """None: all sequences of up to `max_len` tokens rotate by the same angles."""
+    if settings["rope_type"] != "longrope" or not isinstance(settings[ORIGINAL], int):
+        return None
+    return LongRope(settings[ORIGINAL], max_len) if max_len - 1 > settings[ORIGINAL] else None
+
+
+def inverse_frequencies(
+    hf_config: Any, settings: dict[str, Any], head_dim: int, length: int | None = None
+) -> tuple[torch.Tensor, float]:
     """Angles per position [rotary_dim / 2] (float32) and the factor on cos and sin.
+
+    Args:
+        length: of the sequences, where rope type 'longrope' depends on it; None: within the original window.
 
     Raises:
         ValueError: for a scaling that is not implemented, or settings that cannot be used.
     """
-    frequencies, factor = _scaled_frequencies(hf_config, settings, head_dim)
+    frequencies, factor = _scaled_frequencies(hf_config, settings, head_dim, length)
     if not (frequencies.isfinite().all() and math.isfinite(factor)):
         raise ValueError(f"rope settings that give infinite angles: {settings}")
     return frequencies, factor
 
 
-def _scaled_frequencies(hf_config: Any, settings: dict[str, Any], head_dim: int) -> tuple[torch.Tensor, float]:
+def _scaled_frequencies(
+    hf_config: Any, settings: dict[str, Any], head_dim: int, length: int | None
+) -> tuple[torch.Tensor, float]:
     kind = settings["rope_type"]
     if not isinstance(settings["rope_theta"], (int, float)) or settings["rope_theta"] <= 0:
         raise ValueError(f"rope_theta must be a positive number, got {settings['rope_theta']!r}")
@@ -96,7 +119,8 @@ def _scaled_frequencies(hf_config: Any, settings: dict[str, Any], head_dim: int)
 
     config = _flat_config(hf_config, settings, head_dim)
     try:
-        frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+        which = length if kind == "longrope" else None
+        frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), which)
         if kind == "dynamic":
             at_the_end, _ = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), config.max_position_embeddings)
     except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RuntimeError) as error:
@@ -125,17 +149,31 @@ def _flat_config(hf_config: Any, settings: dict[str, Any], head_dim: int) -> Sim
 
 
 def build_cos_sin(
-    hf_config: Any, settings: dict[str, Any], head_dim: int, max_len: int, device: torch.device
+    hf_config: Any,
+    settings: dict[str, Any],
+    head_dim: int,
+    max_len: int,
+    device: torch.device,
+    long: LongRope | None = None,
 ) -> torch.Tensor:
     """Table [max_len, head_dim] float32: cosines of each position in the first half, sines in the second.
 
-    Of a partial rotation, the rest of each half turns by nothing: see `head_order`.
+    Of a partial rotation, the rest of each half turns by nothing: see `head_order`. With `long`, the second table of
+    as many rows follows.
     """
-    frequencies, factor = inverse_frequencies(hf_config, settings, head_dim)
+    tables = [_cos_sin(*inverse_frequencies(hf_config, settings, head_dim), head_dim, max_len)]
+    if long is not None:
+        assert long.offset == max_len
+        frequencies, factor = inverse_frequencies(hf_config, settings, head_dim, long.window + 1)
+        tables.append(_cos_sin(frequencies, factor, head_dim, max_len))
+    return torch.cat(tables).to(device)
+
+
+def _cos_sin(frequencies: torch.Tensor, factor: float, head_dim: int, max_len: int) -> torch.Tensor:
     angles = torch.arange(max_len, dtype=torch.float32)[:, None] * frequencies[None, :]
     still = (0, head_dim // 2 - len(frequencies))
     cos, sin = F.pad(angles.cos() * factor, still, value=1.0), F.pad(angles.sin() * factor, still)
-    return torch.cat([cos, sin], dim=-1).to(device)
+    return torch.cat([cos, sin], dim=-1)
 
 
 def head_order(head_dim: int, rotary_dim: int) -> torch.Tensor:

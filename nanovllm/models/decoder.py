@@ -18,7 +18,15 @@ from nanovllm.layers.linear import Linear, row_linear
 from nanovllm.layers.moe import MoE, MoESpec, ShardedMoE
 from nanovllm.layers.ops import Ops
 from nanovllm.layers.parallel import Ranks, Runs
-from nanovllm.layers.rotary_embedding import build_cos_sin, head_order, rope_limit, rope_settings, rotary_dim
+from nanovllm.layers.rotary_embedding import (
+    LongRope,
+    build_cos_sin,
+    head_order,
+    limit_note,
+    long_rope,
+    rope_settings,
+    rotary_dim,
+)
 
 # Settings that would change the result, and the value at which they do not. Of those that are fields of `DecoderSpec`,
 # too, a family may say that it implements them.
@@ -95,7 +103,6 @@ class DecoderSpec:
         rope = switches.pop("rope", None) or rope_settings(hf_config)
         if rotary_dim(rope, head_dim) != head_dim and not switches.get("partial_rotary"):
             raise ValueError(f"partial_rotary_factor {rope['partial_rotary_factor']} is not supported, only 1")
-        max_positions, note = rope_limit(rope, hf_config.max_position_embeddings)
         return cls(
             hf_config=hf_config,
             vocab_size=hf_config.vocab_size,
@@ -108,10 +115,14 @@ class DecoderSpec:
             rms_norm_eps=hf_config.rms_norm_eps,
             tie_word_embeddings=bool(getattr(hf_config, "tie_word_embeddings", False)),
             rope=rope,
-            max_positions=max_positions,
-            max_positions_note=note,
+            max_positions=hf_config.max_position_embeddings,
+            max_positions_note=limit_note(rope),
             **switches,
         )
+
+    def long_rope(self, max_len: int) -> LongRope | None:
+        """How sequences of up to `max_len` tokens differ in their rotation, if they do."""
+        return long_rope(self.rope, max_len)
 
 
 def _size(hf_config: Any, name: str, default: int | None = None) -> int:
@@ -202,7 +213,7 @@ class Attention(nn.Module):
         scales = None if step.kv_scales is None else step.kv_scales[self.layer]
         q = self._build.ops.norm_rope_store(
             self._project(x),
-            step.positions,
+            step.positions if step.rotary is None else step.rotary,
             step.slots,
             self._cos_sin,
             self.q_norm.weight if self.q_norm and self.norms_heads else None,
@@ -270,7 +281,7 @@ class DecoderModel(nn.Module):
     def __init__(self, spec: DecoderSpec, build: Build):
         super().__init__()
         where = (build.dtype, build.device)
-        rotation = (spec.head_dim, build.max_model_len, build.device)
+        rotation = (spec.head_dim, build.max_model_len, build.device, spec.long_rope(build.max_model_len))
         cos_sin = build_cos_sin(spec.hf_config, spec.rope, *rotation)
         in_window = build_cos_sin(spec.hf_config, spec.window_rope, *rotation) if spec.window_rope else cos_sin
         windows = spec.windows or (None,) * spec.num_layers

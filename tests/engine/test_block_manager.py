@@ -36,6 +36,32 @@ def test_prefix_is_found_only_after_publication_and_never_covers_the_last_token(
     assert blocks.find_prefix(sequence([9, 2, 3, 4, 5])) == []
 
 
+def test_what_is_rotated_differently_shares_no_prefix():
+    blocks = BlockManager(8, 2)
+    tokens = [1, 2, 3, 4, 5]
+    first = compute(blocks, tokens)
+    other = Sequence(1, tokens, SamplingParams(), 1000, 0, rotary_offset=64)
+    assert blocks.find_prefix(other) == []
+    blocks.allocate(other, [])
+    blocks.publish(other, 5)
+    for seq in (first, other):
+        again = Sequence(2, tokens, SamplingParams(), 1000, 0, rotary_offset=seq.rotary_offset)
+        assert blocks.find_prefix(again) == seq.block_table[:2]
+    blocks.free(other)
+    blocks.allocate(other, blocks.find_prefix(other))
+    other.token_ids.append(6)
+    blocks.publish(other, 6)
+    assert blocks.find_prefix(Sequence(3, [*tokens, 6, 7], SamplingParams(), 1000, 0)) == first.block_table[:2]
+
+
+def test_an_equal_key_under_another_root_is_no_hit(monkeypatch):
+    monkeypatch.setattr(module, "chain_key", lambda parent, tokens: b"key")
+    blocks = BlockManager(8, 2)
+    compute(blocks, [1, 2, 3])
+    assert blocks.find_prefix(sequence([1, 2, 3])) != []
+    assert blocks.find_prefix(Sequence(1, [1, 2, 3], SamplingParams(), 1000, 0, rotary_offset=64)) == []
+
+
 def test_shared_blocks_are_counted_and_survive_one_owner():
     blocks = BlockManager(8, 2)
     first = compute(blocks, [1, 2, 3, 4, 5])

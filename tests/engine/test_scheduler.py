@@ -247,16 +247,18 @@ def test_row_state_takes_in_what_the_builder_sends():
     for i, seed in enumerate(seeds):
         seq = sim.add([i, 1, 2, 3, 4], 5)
         seq.seed = seed
+        seq.rotary_offset = 70_000 * i
         seq.params = SamplingParams(temperature=0.5 + i, top_p=0.9, top_k=i, min_p=0.25, repetition_penalty=1 + i)
     batch = sim.scheduler.schedule()
     inputs = sim.builder.build(batch)
-    state = RowState.allocate(4, 10, 9, torch.device("cpu"))
+    state = RowState.allocate(4, 10, 9, torch.device("cpu"), long_rope=True)
     state.apply(torch.from_numpy(inputs.table_changes), torch.from_numpy(inputs.row_params))
     for i, item in enumerate(batch.items):
         row = item.seq.row
         assert int(state.seeds[row]) == seeds[i]
         assert float(state.temperatures[row]) == 0.5 + i
         assert int(state.top_ks[row]) == i
+        assert int(state.rotary(torch.tensor([7]), torch.tensor([row]))) == 7 + 70_000 * i
         assert float(state.min_ps[row]) == 0.25
         assert state.penalties[:, row].tolist() == [1 + i, 0, 0]
         assert float(state.top_ps[row]) == pytest.approx(0.9)

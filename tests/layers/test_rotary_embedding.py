@@ -1,13 +1,15 @@
+import math
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from nanovllm.layers.rotary_embedding import (
+    LongRope,
     build_cos_sin,
     head_order,
     inverse_frequencies,
-    rope_limit,
+    long_rope,
     rope_settings,
     rotary_dim,
 )
@@ -70,17 +72,30 @@ def test_a_head_rotated_in_part_gives_the_same_scores_in_its_new_order():
     torch.testing.assert_close(rotate_all(q, 8) @ rotate_all(k, 3), rotate_part(q, 8) @ rotate_part(k, 3))
 
 
-@pytest.mark.parametrize(
-    ("settings", "limit"),
-    [
-        ({"rope_type": "longrope", "original_max_position_embeddings": 64}, 64),
-        ({"rope_type": "longrope", "original_max_position_embeddings": 512}, 256),
-        ({"rope_type": "dynamic", "factor": 2.0}, 256),
-        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, 256),
-    ],
-)
-def test_the_length_up_to_which_one_table_rotates_everything(settings, limit):
-    assert rope_limit(rope_settings(SimpleNamespace(rope_parameters=settings)), 256)[0] == limit
+def test_the_lengths_from_which_sequences_have_the_second_table():
+    def of(max_len, rope_type="longrope"):
+        return long_rope({"rope_type": rope_type, "original_max_position_embeddings": 64}, max_len)
+
+    assert of(65) is None  # the last token is not computed
+    assert of(66) == LongRope(64, 66)
+    assert of(200, "yarn") is None
+    assert [of(200).offset_for(max_len) for max_len in (1, 64, 65, 66, 200)] == [0, 0, 0, 200, 200]
+
+
+def test_the_second_table_has_the_long_factors():
+    factors = {"short_factor": [1.0, 2.0], "long_factor": [4.0, 50.0]}
+    parameters = {"rope_type": "longrope", "rope_theta": 100.0, "original_max_position_embeddings": 64, **factors}
+    config = SimpleNamespace(
+        rope_parameters=parameters, max_position_embeddings=256, original_max_position_embeddings=64
+    )
+    settings = rope_settings(config)
+    table = build_cos_sin(config, settings, 4, 200, torch.device("cpu"), long_rope(settings, 200))
+    assert table.shape == (400, 4)
+    attention_factor = (1 + math.log(4) / math.log(64)) ** 0.5
+    for first, divisors in ((0, [1.0, 20.0]), (200, [4.0, 500.0])):
+        angles = torch.arange(200)[:, None] / torch.tensor(divisors)
+        expected = torch.cat([angles.cos(), angles.sin()], dim=1) * attention_factor
+        torch.testing.assert_close(table[first : first + 200], expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ SHAPES = {
         "phi3",
         {
             "partial_rotary_factor": 0.75,
-            "original_max_position_embeddings": 512,
+            "original_max_position_embeddings": 200,
             "tie_word_embeddings": True,
             "sliding_window": None,
             "rope_scaling": longrope(12),
@@ -165,6 +165,7 @@ GPU_SHAPES = (
         ("gemma3", {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}),
         ("gemma3-soft-caps", {}),
         ("olmo2", {"num_hidden_layers": 1}),
+        ("phi4-longrope", {"num_hidden_layers": 1, "original_max_position_embeddings": 32}),
     ],
 )
 def test_kernels_in_the_interpreter(name, changes, tmp_path, save_reference):
@@ -249,16 +250,31 @@ def test_scaled_rope_up_to_the_last_position(scaling, tmp_path):
         assert tokens[0]["token_ids"] == reference_greedy(reference, prompt, 56)
 
 
-def test_lengths_at_which_the_rotation_would_change_are_refused(tmp_path, caplog):
-    save_random_model(tmp_path, family_config("phi4-longrope"))
-    message = "exceeds the model's window of 512 tokens .*'longrope' takes all tokens of the sequence to other angles"
-    with pytest.raises(ValueError, match=message):
-        LLM(tmp_path, device="cpu", max_model_len=513)
-    params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
-    with LLM(tmp_path, device="cpu") as llm:
-        out = llm.generate(random_prompt(500, 1), params, use_tqdm=False)[0]
-    assert len(out["token_ids"]) == 12
-    assert "max_model_len is 512" in caplog.text
+def test_longrope_by_the_length_that_a_sequence_may_reach(tmp_path):
+    """Short and long tables side by side in steps, chunks and prefix cache; in the second round, from the cache."""
+    reference = save_random_model(tmp_path, family_config("phi4-longrope", original_max_position_embeddings=64))
+    prompt = random_prompt(150, 2)
+    short, long, crossing = [(1, 64), (40, 25)], [(65, 1), (65, 40), (150, 24)], [(40, 26), (40, 100)]
+    cases = short + long + crossing
+    params = [SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True) for _, max_tokens in cases]
+    options = {"max_num_batched_tokens": 48, "max_num_seqs": 4, "max_model_len": 200}
+    with LLM(tmp_path, device="cpu", **options) as llm:
+        for _ in range(2):
+            outs = llm.generate([prompt[:length] for length, _ in cases], params, use_tqdm=False)
+            tokens = [out["token_ids"] for out in outs]
+            assert tokens[: len(short + long)] == [reference_greedy(reference, prompt[:n], m) for n, m in short + long]
+            for (length, _), completion in zip(crossing, tokens[-len(crossing) :], strict=True):
+                with torch.inference_mode():
+                    logits = reference(torch.tensor([prompt[:length] + completion[:-1]])).logits[0]
+                assert completion == logits[length - 1 :].argmax(-1).tolist()
+        assert llm.scheduler.counters.prefix_hit_tokens > 0
+    assert tokens[5][:25] != tokens[1], "the long table has to show"
+    with LLM(tmp_path, device="cpu", max_model_len=65) as llm:
+        assert llm.model_runner.rows.rotary_offsets is None
+        assert llm.generate(prompt[:40], params[-1], use_tqdm=False)[0]["token_ids"] == tokens[1]
+
+
+def test_lengths_at_which_the_rotation_would_change_are_refused(tmp_path):
     small_config("llama", rope_scaling={"rope_type": "dynamic", "factor": 2.0}).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"of 1024 tokens .*'dynamic' change with each sequence's length"):
         LLM(tmp_path, device="cpu", load_format="dummy", max_model_len=1025)
