@@ -9,6 +9,8 @@ import triton.language as tl
 
 from nanovllm.kernels.decode_plan import ITEM_FIELDS, DecodePlan
 from nanovllm.kernels.fp8_kv import scale_query, split_pairs
+from nanovllm.kernels.reference import soft_cap_
+from nanovllm.kernels.softcap import soft_cap
 
 LOG2_E = 1.4426950408889634
 MERGE_ELEMENTS = 2048  # of partial outputs that a merging program loads at a time
@@ -68,13 +70,14 @@ def _decode_kernel(
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
     MERGE_GROUP: tl.constexpr, MERGE_ROWS: tl.constexpr, FIELDS: tl.constexpr, WINDOW: tl.constexpr,
-    SHARED: tl.constexpr, PDL: tl.constexpr, NATIVE: tl.constexpr,
+    SHARED: tl.constexpr, PDL: tl.constexpr, NATIVE: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """One program: one KV head, its GROUP query heads, and one work item (a split of one sequence).
 
     A sequence of one split is written at once. Of several, each leaves its normalised part and the log2 of its
     exponential sum in the workspace, and the last to arrive merges them: no second launch. In either case the parts
     that the pass over shared prefixes has left are merged in. `scales_ptr`: of a cache in float8, see `fp8_kv`.
+    SOFTCAP: None, or the cap.
     """
     if PDL:  # what the launch before this one wrote is read, and anything is written, only after the wait
         tl.extra.cuda.gdc_launch_dependents()
@@ -155,7 +158,11 @@ def _decode_kernel(
         else:
             v = tl.load(v_base + offsets[:, None] + dims[None, :], mask=v_mask, other=0.0, cache_modifier=CACHE)
         scores = tl.dot(q, k, input_precision=PRECISION)
-        scores = tl.where(in_range[None, :], scores * SCALE_LOG2, float("-inf"))
+        if SOFTCAP is not None:
+            scores = soft_cap(scores, SCALE_LOG2, SOFTCAP)
+        else:
+            scores *= SCALE_LOG2
+        scores = tl.where(in_range[None, :], scores, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1))  # finite: a tile holds at least one key
         rescale = tl.exp2(row_max - new_max)
         weights = tl.exp2(scores - new_max[:, None])
@@ -233,6 +240,7 @@ def paged_decode(
     pdl: bool = False,
     shared: bool = False,
     kv_scales: torch.Tensor | None = None,
+    softcap: float | None = None,
     config: tuple[int, int, int] | None = None,
 ) -> torch.Tensor:
     """Attention of one new token per sequence over its context (its plan's window); `plan.update` has seen this batch.
@@ -244,6 +252,7 @@ def paged_decode(
     pdl: programmatic dependent launch: overlap the end of the launch before this one
     shared: `plan.update` was told of shared prefixes, and `shared_parts` has seen to them
     kv_scales: [2, num_kv_heads] float32, of a cache in float8: of keys, then of values
+    softcap: soft cap of the scores (`softcap.soft_cap`); None: none
     config: `tile_config`'s, for tuning
     Returns [batch, num_q_heads, head_dim], contiguous, of q's dtype; zeros for a sequence of context length 0.
     """
@@ -291,6 +300,7 @@ def paged_decode(
         SHARED=shared,
         PDL=pdl,
         NATIVE=q.is_cuda and q.dtype != torch.float32,
+        SOFTCAP=softcap,
         num_warps=num_warps,
         launch_pdl=pdl,
     )
@@ -307,6 +317,7 @@ def paged_decode_reference(
     scale: float,
     window: int | None = None,
     kv_scales: torch.Tensor | None = None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """`DecodePlan.update` and `paged_decode` in plain torch, float32 inside (float64 for such a q)."""
     block_size, num_kv_heads = k_cache.shape[1:3]
@@ -321,6 +332,8 @@ def paged_decode_reference(
             k, v = k * kv_scales[0, :, None, None], v * kv_scales[1, :, None, None]
         heads = q[i].to(dtype).unflatten(0, (num_kv_heads, -1))  # [num_kv_heads, group, head_dim]
         scores = heads @ k.transpose(-1, -2) * scale
+        if softcap is not None:
+            soft_cap_(scores, softcap)
         if window is not None:
             scores[..., : max(context_len - window, 0)] = float("-inf")
         weights = scores.softmax(-1)

@@ -6,6 +6,8 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nanovllm.kernels.fp8_kv import scale_query
+from nanovllm.kernels.reference import soft_cap_
+from nanovllm.kernels.softcap import soft_cap
 
 LOG2_E = 1.4426950408889634
 
@@ -35,7 +37,7 @@ def _prefill_kernel(
     KV_TOKEN_STRIDE: tl.constexpr, KV_HEAD_STRIDE: tl.constexpr, SCALE_LOG2: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr, SEARCH: tl.constexpr,
-    WINDOW: tl.constexpr, TMA: tl.constexpr,
+    WINDOW: tl.constexpr, TMA: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """One program: one KV head and BLOCK_M query rows of one sequence.
 
@@ -45,8 +47,9 @@ def _prefill_kernel(
     Programs run from the last tile to the first: within a sequence that is the longest first, so the tail is short.
     With TMA, `k_tiles` and `v_tiles` are descriptors of the cache as [slots, KV heads and dims]: tiles of keys that
     every row sees come through the copy engine, which needs no registers; the last ones by pointers, as all do without.
-    `scales_ptr`: of a cache in float8, see `fp8_kv`.
+    `scales_ptr`: of a cache in float8, see `fp8_kv`. SOFTCAP: None, or the cap; capped scores are scaled already.
     """
+    SCORE_LOG2: tl.constexpr = 1.0 if SOFTCAP is not None else SCALE_LOG2
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
 
@@ -99,10 +102,12 @@ def _prefill_kernel(
                 k = k.to(q.dtype)
                 v = v.to(q.dtype)
             scores = tl.dot(q, k.T, input_precision=PRECISION)
+            if SOFTCAP is not None:
+                scores = soft_cap(scores, SCALE_LOG2, SOFTCAP)
             if WINDOW:  # noqa: SIM102 - known when compiling
                 if start < end - WINDOW:
                     scores = tl.where((start + lanes)[None, :] > position[:, None] - WINDOW, scores, float("-inf"))
-            acc, row_max, row_sum = add_tile(scores, v, acc, row_max, row_sum, SCALE_LOG2, PRECISION)
+            acc, row_max, row_sum = add_tile(scores, v, acc, row_max, row_sum, SCORE_LOG2, PRECISION)
         begin = tl.maximum(begin, masked_from)
     if BLOCK_SIZE % BLOCK_N == 0:
         block = tl.load(table + begin // BLOCK_SIZE)
@@ -128,12 +133,14 @@ def _prefill_kernel(
             k = k.to(q.dtype)
             v = v.to(q.dtype)
         scores = tl.dot(q, k, input_precision=PRECISION)
+        if SOFTCAP is not None:
+            scores = soft_cap(scores, SCALE_LOG2, SOFTCAP)
         if start >= masked_from:
             scores = tl.where((start + lanes)[None, :] <= position[:, None], scores, float("-inf"))
         if WINDOW:  # noqa: SIM102 - known when compiling
             if start < end - WINDOW:  # the last row, at end - 1, does not see all of the tile
                 scores = tl.where((start + lanes)[None, :] > position[:, None] - WINDOW, scores, float("-inf"))
-        acc, row_max, row_sum = add_tile(scores, v, acc, row_max, row_sum, SCALE_LOG2, PRECISION)
+        acc, row_max, row_sum = add_tile(scores, v, acc, row_max, row_sum, SCORE_LOG2, PRECISION)
 
     out = acc / row_sum[:, None]
     if scales_ptr is not None:
@@ -187,6 +194,7 @@ def paged_prefill(
     out: torch.Tensor | None = None,
     window: int | None = None,
     kv_scales: torch.Tensor | None = None,
+    softcap: float | None = None,
     tma: bool | None = None,
     config: tuple[int, int, int, int] | None = None,
 ) -> torch.Tensor:
@@ -201,6 +209,7 @@ def paged_prefill(
     out: where to write, contiguous; new by default
     window: keys that a token sees, itself included; None: all before it
     kv_scales: [2, num_kv_heads] float32, of a cache in float8: of keys, then of values
+    softcap: soft cap of the scores (`softcap.soft_cap`); None: none
     tma: fetch keys and values through the copy engine; by default wherever it can (`can_use_tma`)
     config: `tile_config`'s, for tuning
     Returns [num_tokens, num_q_heads, head_dim], contiguous, of q's dtype.
@@ -248,6 +257,7 @@ def paged_prefill(
         SEARCH=256,
         WINDOW=window or 0,
         TMA=tma,
+        SOFTCAP=softcap,
         num_warps=num_warps,
     )
     return out
@@ -264,6 +274,7 @@ def paged_prefill_reference(
     scale: float,
     window: int | None = None,
     kv_scales: torch.Tensor | None = None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """`paged_prefill` in plain torch, float32 (or float64, where q is that) inside, one sequence at a time."""
     block_size, num_kv_heads = k_cache.shape[1:3]
@@ -278,6 +289,8 @@ def paged_prefill_reference(
             k, v = k * kv_scales[0, :, None, None], v * kv_scales[1, :, None, None]
         heads = q[start:stop].to(dtype).transpose(0, 1).unflatten(0, (num_kv_heads, -1))
         scores = heads @ k.unsqueeze(1).transpose(-1, -2) * scale  # [num_kv_heads, group, q_len, context_len]
+        if softcap is not None:
+            soft_cap_(scores, softcap)
         position = torch.arange(context_len - (stop - start), context_len, device=q.device)
         keys = torch.arange(context_len, device=q.device)
         hidden = keys > position[:, None]

@@ -88,6 +88,11 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return F.silu(gate).mul_(up)
 
 
+def soft_cap_(x: torch.Tensor, cap: float) -> torch.Tensor:
+    """cap * tanh(x / cap) in place, each step rounded to x's dtype, as in transformers."""
+    return x.div_(cap).tanh_().mul_(cap)
+
+
 def norm_rope_store(
     qkv: torch.Tensor,
     positions: torch.Tensor,

@@ -14,6 +14,7 @@ from nanovllm.kernels.decode_plan import DecodePlan
 from nanovllm.kernels.fp8_kv import scale_query
 from nanovllm.kernels.prefill_attention import add_tile, cache_tiles, can_use_tma
 from nanovllm.kernels.shared_prefixes import ITEM_FIELDS, TILE_ROWS, SharedPrefixes
+from nanovllm.kernels.softcap import soft_cap
 
 LOG2_E = 1.4426950408889634
 
@@ -29,13 +30,14 @@ def _shared_kernel(
     KV_TOKEN_STRIDE: tl.constexpr, KV_HEAD_STRIDE: tl.constexpr, SCALE_LOG2: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr, FIELDS: tl.constexpr,
-    TMA: tl.constexpr, PDL: tl.constexpr,
+    TMA: tl.constexpr, PDL: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """One program: one KV head and some work items. Row r of a tile is query head r % GROUP of member r // GROUP.
 
-    `k_tiles`, `v_tiles`, `scales_ptr`, TMA: as for prefill attention. Dependents are let go after the wait: they may
-    count on all that this kernel waited for.
+    `k_tiles`, `v_tiles`, `scales_ptr`, TMA, SOFTCAP: as for prefill attention. Dependents are let go after the wait:
+    they may count on all that this kernel waited for.
     """
+    SCORE_LOG2: tl.constexpr = 1.0 if SOFTCAP is not None else SCALE_LOG2
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -88,16 +90,18 @@ def _shared_kernel(
                 k = k.to(q.dtype)
                 v = v.to(q.dtype)
             scores = tl.dot(q, k, input_precision=PRECISION)
+            if SOFTCAP is not None:
+                scores = soft_cap(scores, SCALE_LOG2, SOFTCAP)
             if BLOCK_SIZE % BLOCK_N != 0:
                 scores = tl.where((tile_start + lanes < end)[None, :], scores, float("-inf"))
-            acc, row_max, row_sum = add_tile(scores, v, acc, row_max, row_sum, SCALE_LOG2, PRECISION)
+            acc, row_max, row_sum = add_tile(scores, v, acc, row_max, row_sum, SCORE_LOG2, PRECISION)
 
         if scales_ptr is not None:
             acc *= tl.load(scales_ptr + NUM_KV_HEADS + kv_head)
         place = first_slot + tl.load(bases_ptr + seq, mask=live, other=0) + part
         places = place.to(tl.int64) * (NUM_KV_HEADS * GROUP) + head
         tl.store(partial_ptr + places[:, None] * HEAD_DIM + dims[None, :], acc / row_sum[:, None], mask=mask)
-        tl.store(lse_ptr + places, row_max * SCALE_LOG2 + tl.log2(row_sum), mask=live)
+        tl.store(lse_ptr + places, row_max * SCORE_LOG2 + tl.log2(row_sum), mask=live)
 
 
 def tile_config(group: int, head_dim: int, itemsize: int, block_size: int) -> tuple[int, int, int, int]:
@@ -120,12 +124,13 @@ def shared_parts(
     plan: DecodePlan,
     pdl: bool = False,
     kv_scales: torch.Tensor | None = None,
+    softcap: float | None = None,
     tma: bool | None = None,
     config: tuple[int, int, int, int] | None = None,
 ) -> None:
     """Attention of one new token per sequence to the shared keys alone, into the plan's workspace.
 
-    q, k_cache, v_cache, block_tables, scale, pdl, kv_scales: as for `paged_decode`, which has to follow
+    q, k_cache, v_cache, block_tables, scale, pdl, kv_scales, softcap: as for `paged_decode`, which has to follow
     shared: this batch's
     tma: fetch keys and values through the copy engine; by default wherever it can
     config: `tile_config`'s, for tuning
@@ -171,6 +176,7 @@ def shared_parts(
         FIELDS=ITEM_FIELDS,
         TMA=tma,
         PDL=pdl,
+        SOFTCAP=softcap,
         num_warps=num_warps,
         launch_pdl=pdl,
     )

@@ -14,13 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from nanovllm.kernels.reference import FP8
+from nanovllm.kernels.reference import FP8, soft_cap_
 from nanovllm.kernels.shared_prefixes import SharedPrefixes
 
 if TYPE_CHECKING:
     from nanovllm.engine.step import Step, StepInput
 
 QUERY_TILE = 512  # queries of one prompt attended at once: bounds the mask's memory
+CAPPED_TILE = 64  # the same with a soft cap, when the scores of all heads are in memory, too
 MAX_PADDING = 2.0  # decodes share a padded batch while the longest is at most so many times the shortest
 
 
@@ -58,6 +59,7 @@ class AttentionBackend(Protocol):
         scale: float,
         window: int | None = None,
         kv_scales: torch.Tensor | None = None,
+        softcap: float | None = None,
     ) -> torch.Tensor:
         """Causal attention over the cache.
 
@@ -68,6 +70,7 @@ class AttentionBackend(Protocol):
             scale: on the scores.
             window: keys that a token sees, itself included (one of those the backend was made for); None: all.
             kv_scales: [2, num_kv_heads] float32, of a cache in float8: of keys, then of values.
+            softcap: scaled scores become softcap * tanh(score / softcap), before any mask; None: they stay.
 
         Returns:
             [T, num_q_heads, head_dim].
@@ -106,6 +109,8 @@ class TorchPlan:
 class TorchAttention:
     """Gathers the visible blocks, then calls `scaled_dot_product_attention`: the CPU's path and the reference.
 
+    That function knows no soft cap; where one is asked for, scores are computed one tile of queries at a time.
+
     Args:
         windows: what layers will ask for.
         dtype: of queries; None: the cache's.
@@ -140,32 +145,45 @@ class TorchAttention:
         scale: float,
         window: int | None = None,
         kv_scales: torch.Tensor | None = None,
+        softcap: float | None = None,
     ) -> torch.Tensor:
         assert isinstance(step.plan, dict)
         if kv_scales is None:
-            return self._attend_step(q, k_cache, v_cache, step.plan[window], scale)
+            return self._attend_step(q, k_cache, v_cache, step.plan[window], scale, softcap)
         group = q.shape[1] // k_cache.shape[2]
         k_scales, v_scales = kv_scales.to(q.dtype).repeat_interleave(group, dim=1)[:, :, None]
-        return self._attend_step(q * k_scales, k_cache, v_cache, step.plan[window], scale).mul_(v_scales)
+        return self._attend_step(q * k_scales, k_cache, v_cache, step.plan[window], scale, softcap).mul_(v_scales)
 
     def _attend_step(
-        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: TorchPlan, scale: float
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        plan: TorchPlan,
+        scale: float,
+        softcap: float | None,
     ) -> torch.Tensor:
         # On a GPU this backend is the reference: only the math kernel computes float32 in float32 for every mask.
         with sdpa_kernel(SDPBackend.MATH) if q.is_cuda else nullcontext():
-            return self._attend(q, k_cache, v_cache, plan, scale)
+            return self._attend(q, k_cache, v_cache, plan, scale, softcap)
 
     def _attend(
-        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: TorchPlan, scale: float
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        plan: TorchPlan,
+        scale: float,
+        softcap: float | None,
     ) -> torch.Tensor:
         if len(plan.decodes) == 1 and plan.decodes[0].covers_step:
-            return _attend_decodes(q, k_cache, v_cache, plan.decodes[0], scale)
+            return _attend_decodes(q, k_cache, v_cache, plan.decodes[0], scale, softcap)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for group in plan.decodes:
-            out[group.tokens] = _attend_decodes(q[group.tokens], k_cache, v_cache, group, scale)
+            out[group.tokens] = _attend_decodes(q[group.tokens], k_cache, v_cache, group, scale, softcap)
         for prompt in plan.prompts:
             tokens = slice(prompt.first, prompt.first + prompt.num_tokens)
-            _attend_prompt(q[tokens], k_cache, v_cache, prompt, scale, out[tokens])
+            _attend_prompt(q[tokens], k_cache, v_cache, prompt, scale, softcap, out[tokens])
         return out
 
 
@@ -223,7 +241,12 @@ def _decode_group(
 
 
 def _attend_decodes(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, group: DecodeGroup, scale: float
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    group: DecodeGroup,
+    scale: float,
+    softcap: float | None,
 ) -> torch.Tensor:
     n, num_q_heads, head_dim = q.shape
     num_kv_heads = k_cache.shape[2]
@@ -237,7 +260,7 @@ def _attend_decodes(
     v = v.to(q.dtype).view(n, -1, num_kv_heads, head_dim).transpose(1, 2)
     # The query heads that share a KV head stand where a prompt's queries would: K and V are read once for all.
     q = q.reshape(n, num_kv_heads, num_q_heads // num_kv_heads, head_dim)
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=group.mask, scale=scale)
+    out = _weighted_values(q, k, v, group.mask, scale, softcap)
     return out.reshape(n, num_q_heads, head_dim)
 
 
@@ -251,8 +274,28 @@ def _visible(cache: torch.Tensor, blocks: torch.Tensor, dtype: torch.dtype) -> t
     return _movable(cache)[blocks].view(cache.dtype).to(dtype).flatten(0, 1)
 
 
+def _weighted_values(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float, softcap: float | None
+) -> torch.Tensor:
+    """Attention of [..., heads, queries, head_dim]; `mask` is added to the scores, None: as many keys, causal."""
+    if softcap is None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
+    scores = soft_cap_((q @ k.transpose(-1, -2)).mul_(scale), softcap)
+    if mask is None:
+        scores.masked_fill_(torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1), float("-inf"))
+    else:
+        scores += mask
+    return scores.softmax(-1, dtype=torch.float32).to(q.dtype) @ v
+
+
 def _attend_prompt(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, prompt: Prompt, scale: float, out: torch.Tensor
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    prompt: Prompt,
+    scale: float,
+    softcap: float | None,
+    out: torch.Tensor,
 ) -> None:
     num_tokens, num_q_heads, head_dim = q.shape
     num_kv_heads = k_cache.shape[2]
@@ -263,14 +306,13 @@ def _attend_prompt(
     )  # [num_kv_heads, 1, context_len, head_dim]
     q = q.view(num_tokens, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
     offset = prompt.context_len - num_tokens
-    for first in range(0, num_tokens, QUERY_TILE):
-        last = min(first + QUERY_TILE, num_tokens)
+    step = QUERY_TILE if softcap is None else CAPPED_TILE
+    for first in range(0, num_tokens, step):
+        last = min(first + step, num_tokens)
         begin, end = 0 if prompt.window is None else max(offset + first + 1 - prompt.window, 0), offset + last
         keys = (k[:, :, begin:end].expand(-1, group, -1, -1), v[:, :, begin:end].expand(-1, group, -1, -1))
         mask = _tile_mask(q, last - first, end - begin, prompt.window)
-        tile = F.scaled_dot_product_attention(
-            q[:, :, first:last], *keys, attn_mask=mask, is_causal=mask is None, scale=scale
-        )
+        tile = _weighted_values(q[:, :, first:last], *keys, mask, scale, softcap)
         out[first:last] = tile.permute(2, 0, 1, 3).reshape(last - first, num_q_heads, head_dim)
 
 

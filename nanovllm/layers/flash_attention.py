@@ -1,7 +1,7 @@
 """Backend on the optional `flash-attn` package (FlashAttention-2 and whatever offers its two functions)."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -70,13 +70,17 @@ class FlashAttention:
         scale: float,
         window: int | None = None,
         kv_scales: torch.Tensor | None = None,
+        softcap: float | None = None,
     ) -> torch.Tensor:
         plan = step.plan
         assert kv_scales is None  # a cache in float8 has been refused
         assert isinstance(plan, FlashPlan)
         n = plan.num_decodes
-        # Keys before and after the query's own.
-        options = {} if window is None else {"window_size": (window - 1, 0)}
+        options: dict[str, Any] = {}
+        if window is not None:
+            options["window_size"] = (window - 1, 0)  # keys before and after the query's own
+        if softcap is not None:
+            options["softcap"] = softcap
         parts = []
         if n:
             decoded = self._flash.flash_attn_with_kvcache(

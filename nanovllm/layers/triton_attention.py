@@ -85,19 +85,20 @@ class TritonAttention:
         scale: float,
         window: int | None = None,
         kv_scales: torch.Tensor | None = None,
+        softcap: float | None = None,
     ) -> torch.Tensor:
         plan = step.plan
         assert isinstance(plan, TritonPlan)
         n = plan.num_decodes
         if plan.cu_seqlens is None:
             pdl = self._overlap_launches and n <= OVERLAP_ROWS
-            return self._decode(q, k_cache, v_cache, step, scale, window, kv_scales, None, pdl)
+            return self._decode(q, k_cache, v_cache, step, scale, window, kv_scales, softcap, None, pdl)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if n:
-            self._decode(q[:n], k_cache, v_cache, step, scale, window, kv_scales, out[:n], False)
+            self._decode(q[:n], k_cache, v_cache, step, scale, window, kv_scales, softcap, out[:n], False)
         tables, rows, context_lens = step.block_tables, step.rows[n:], step.context_lens[n:]
         where = (tables, rows, plan.cu_seqlens, context_lens)
-        paged_prefill(q[n:], k_cache, v_cache, *where, scale, out[n:], window, kv_scales)
+        paged_prefill(q[n:], k_cache, v_cache, *where, scale, out[n:], window, kv_scales, softcap)
         return out
 
     def _decode(
@@ -109,6 +110,7 @@ class TritonAttention:
         scale: float,
         window: int | None,
         kv_scales: torch.Tensor | None,
+        softcap: float | None,
         out: torch.Tensor | None,
         pdl: bool,
     ) -> torch.Tensor:
@@ -116,5 +118,5 @@ class TritonAttention:
         decode_plan, shared = self._decode_plans[window], step.plan.shared if window is None else None
         args = (q, k_cache, v_cache, step.block_tables, scale)
         if shared is not None:
-            shared_parts(*args, shared, decode_plan, pdl, kv_scales)
-        return paged_decode(*args, decode_plan, out, pdl, shared is not None, kv_scales)
+            shared_parts(*args, shared, decode_plan, pdl, kv_scales, softcap)
+        return paged_decode(*args, decode_plan, out, pdl, shared is not None, kv_scales, softcap)

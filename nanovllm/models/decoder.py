@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from nanovllm.engine.step import Step
+from nanovllm.kernels.reference import soft_cap_
 from nanovllm.layers.attention import AttentionBackend
 from nanovllm.layers.embed_head import LMHead, make_embedding
 from nanovllm.layers.layernorm import RMSNorm
@@ -19,7 +20,8 @@ from nanovllm.layers.ops import Ops
 from nanovllm.layers.parallel import Ranks, Runs
 from nanovllm.layers.rotary_embedding import build_cos_sin, head_order, rope_limit, rope_settings, rotary_dim
 
-# Settings that would change the result and are not implemented, and the value at which they do not.
+# Settings that would change the result, and the value at which they do not. Of those that are fields of `DecoderSpec`,
+# too, a family may say that it implements them.
 NEUTRAL = {
     "attn_logit_softcapping": None,
     "final_logit_softcapping": None,
@@ -63,6 +65,8 @@ class DecoderSpec:
     embedding_scale: float | None = None  # on the embeddings, rounded to the model's dtype
     window_rope: dict[str, Any] | None = None  # rotary settings of layers with a window; None: `rope`
     partial_rotary: bool = False  # heads may be rotated in part
+    attn_logit_softcapping: float | None = None  # soft cap of attention's scores
+    final_logit_softcapping: float | None = None  # of the logits
     total_kv_heads: int | None = None  # of all ranks, where there are several (see `rank_spec`)
 
     @classmethod
@@ -76,7 +80,7 @@ class DecoderSpec:
         if activation not in ("silu", "swish"):
             raise ValueError(f"hidden_act {activation!r} is not supported, only 'silu'")
         for name, neutral in NEUTRAL.items():
-            if getattr(hf_config, name, None) not in (None, neutral):
+            if name not in switches and getattr(hf_config, name, None) not in (None, neutral):
                 raise ValueError(f"{name} {getattr(hf_config, name)!r} in the model's config is not supported")
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
         for name in sizes:
@@ -180,6 +184,7 @@ class Attention(nn.Module):
         self.eps = spec.rms_norm_eps
         self.scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
         self.window = spec.windows[layer] if spec.windows else None
+        self.softcap = spec.attn_logit_softcapping
         q, kv = query_runs(spec, build.ranks), kv_runs(spec, build.ranks)
         rows = {"q_proj": q, "k_proj": kv, "v_proj": kv}
         self.qkv_proj = column_linear(spec, rows, "qkv_proj", spec.qkv_bias, build, order=qk_order(spec))
@@ -208,7 +213,7 @@ class Attention(nn.Module):
             self.num_q_heads,
             scales,
         )
-        out = self._build.attention.attend(q, k_cache, v_cache, step, self.scale, self.window, scales)
+        out = self._build.attention.attend(q, k_cache, v_cache, step, self.scale, self.window, scales, self.softcap)
         out = out.flatten(1)
         return self.o_proj.parts_of(out if wanted is None else out[wanted])
 
@@ -309,7 +314,9 @@ class DecoderForCausalLM(nn.Module):
 
     def compute_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """[n, hidden_size] to [n, logit_columns], into `out` if given."""
-        return self.lm_head(hidden) if out is None else self.lm_head.write_logits(hidden, out)
+        logits = self.lm_head(hidden) if out is None else self.lm_head.write_logits(hidden, out)
+        cap = self.spec.final_logit_softcapping
+        return logits if cap is None else soft_cap_(logits, cap)
 
     @property
     def logit_columns(self) -> int:

@@ -1,5 +1,6 @@
 """Gemma 3 (text): norms on both sides of attention and MLP, local layers with a window and a rotation of their own."""
 
+import math
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from nanovllm.models.windows import layer_windows
 
 
 def gemma3_spec(hf_config: Any) -> DecoderSpec:
-    """Raises ValueError: an activation, a bias or bidirectional attention that the released models do not have."""
+    """Raises ValueError: an activation or bidirectional attention that the released models do not have, a bad cap."""
     if hf_config.hidden_activation != "gelu_pytorch_tanh":
         raise ValueError(
             f"hidden_activation {hf_config.hidden_activation!r} is not supported, only 'gelu_pytorch_tanh'"
@@ -35,7 +36,16 @@ def gemma3_spec(hf_config: Any) -> DecoderSpec:
         embedding_scale=hf_config.hidden_size**0.5,
         rope=rope_settings(hf_config, "full_attention"),
         window_rope=rope_settings(hf_config, "sliding_attention"),
+        attn_logit_softcapping=_cap(hf_config, "attn_logit_softcapping"),
+        final_logit_softcapping=_cap(hf_config, "final_logit_softcapping"),
     )
+
+
+def _cap(hf_config: Any, name: str) -> float | None:
+    cap = getattr(hf_config, name, None)
+    if cap is not None and not (isinstance(cap, (int, float)) and 0 < cap < math.inf):
+        raise ValueError(f"{name} in the model's config must be a number above 0, got {cap!r}")
+    return cap
 
 
 class Gemma3MLP(MLP):

@@ -53,16 +53,16 @@ def make_q(batch, num_q_heads, num_kv_heads, head_dim, dtype):
     return fused[:, :num_q_heads]
 
 
-def compare(out, q, k, v, tables, rows, lens, scale, window=None, kv_scales=None):
+def compare(out, q, k, v, tables, rows, lens, scale, window=None, kv_scales=None, softcap=None):
     wide = torch.float64 if q.dtype == torch.float32 else torch.float32
-    expected = paged_decode_reference(q.to(wide), k, v, tables, rows, lens, scale, window, kv_scales)
+    expected = paged_decode_reference(q.to(wide), k, v, tables, rows, lens, scale, window, kv_scales, softcap)
     assert out.dtype == q.dtype
     assert out.is_contiguous()
     error = (out.to(wide) - expected).norm() / expected.norm()
     assert error < TOLERANCE[q.dtype], f"relative error {error:.2e}"
 
 
-def check(context_lens, num_q_heads, num_kv_heads, head_dim, block_size, dtype, plan=None, fp8=False):
+def check(context_lens, num_q_heads, num_kv_heads, head_dim, block_size, dtype, plan=None, fp8=False, softcap=None):
     batch = len(context_lens)
     k, v, tables, rows = make_cache(context_lens, block_size, num_kv_heads, head_dim, dtype)
     k, v, kv_scales = to_fp8(k, v) if fp8 else (k, v, None)
@@ -72,8 +72,8 @@ def check(context_lens, num_q_heads, num_kv_heads, head_dim, block_size, dtype, 
     plan.update(rows, lens)
     poison = torch.full(q.shape, float("nan"), dtype=dtype, device=DEVICE)
     del poison  # the allocator hands this memory to the output
-    out = paged_decode(q, k, v, tables, head_dim**-0.5, plan, kv_scales=kv_scales)
-    compare(out, q, k, v, tables, rows, lens, head_dim**-0.5, plan.window, kv_scales)
+    out = paged_decode(q, k, v, tables, head_dim**-0.5, plan, kv_scales=kv_scales, softcap=softcap)
+    compare(out, q, k, v, tables, rows, lens, head_dim**-0.5, plan.window, kv_scales, softcap)
     assert not plan.arrived.any(), "the counters must be zero for the next layer"
     return out
 
@@ -179,6 +179,29 @@ def test_float8_cache(dtype, head_dim, block_size):
 def test_float8_cache_with_a_window(window):
     plan = make_plan(4, 6, 2, 64).with_window(window)
     check([window, window + 1, 600, 1], 6, 2, 64, 16, torch.float16, plan, fp8=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16])
+@pytest.mark.parametrize(("head_dim", "window"), [(64, None), (80, 100), (256, None)])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_soft_cap(dtype, head_dim, window, fp8):
+    """One split and several, keys before the window and past the end in tiles that are seen."""
+    plan = make_plan(6, 4, 2, head_dim)
+    plan = plan.with_window(window) if window else plan
+    check([1, 300, 64, 0, 17, 700], 4, 2, head_dim, 16, dtype, plan, fp8, 1.5)
+
+
+def test_scores_far_beyond_the_soft_cap():
+    """Exponentials that overflow and vanish: each score is the cap or minus the cap."""
+    check([1, 300, 64], 2, 1, 64, 16, torch.float32, softcap=1e-3)
+    k, v, tables, rows = make_cache([40], 16, 1, 64, torch.float32)
+    lens, plan = torch.tensor([40], dtype=torch.int32, device=DEVICE), make_plan(1, 1, 1, 64)
+    k.copy_(torch.where(torch.arange(16, device=DEVICE)[:, None, None] % 2 == 0, 1e5, -1e5))
+    plan.update(rows, lens)
+    out = paged_decode(torch.ones(1, 1, 64, device=DEVICE), k, v, tables, 1.0, plan, softcap=2.0)
+    weights = torch.tensor([2.0, -2.0], device=DEVICE).repeat(20).softmax(0)
+    keys = torch.arange(40, device=DEVICE)
+    torch.testing.assert_close(out[0, 0], weights @ v[tables[rows[0], keys // 16].long(), keys % 16, 0])
 
 
 @pytest.mark.gpu

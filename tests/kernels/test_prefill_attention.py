@@ -31,7 +31,19 @@ def make_cache(context_lens, block_size, num_kv_heads, head_dim, dtype):
     return cache[0], cache[1], tables.to(DEVICE, torch.int32), rows.to(DEVICE, torch.int32)
 
 
-def check(q_lens, cached, num_q_heads, num_kv_heads, head_dim, block_size, dtype, window=None, tma=None, fp8=False):
+def check(
+    q_lens,
+    cached,
+    num_q_heads,
+    num_kv_heads,
+    head_dim,
+    block_size,
+    dtype,
+    window=None,
+    tma=None,
+    fp8=False,
+    softcap=None,
+):
     context_lens = [a + b for a, b in zip(q_lens, cached, strict=True)]
     k, v, tables, rows = make_cache(context_lens, block_size, num_kv_heads, head_dim, dtype)
     k, v, kv_scales = to_fp8(k, v) if fp8 else (k, v, None)
@@ -41,9 +53,10 @@ def check(q_lens, cached, num_q_heads, num_kv_heads, head_dim, block_size, dtype
     lens = torch.tensor(context_lens, dtype=torch.int32, device=DEVICE)
     args = (k, v, tables, rows, cu, lens, head_dim**-0.5)
     out = torch.full(q.shape, float("nan"), dtype=dtype, device=DEVICE)
-    paged_prefill(q, *args, out=out, window=window, kv_scales=kv_scales, tma=tma)
+    options = {"window": window, "kv_scales": kv_scales, "softcap": softcap}
+    paged_prefill(q, *args, out=out, tma=tma, **options)
     wide = torch.float64 if dtype == torch.float32 else torch.float32
-    expected = paged_prefill_reference(q.to(wide), k, v, *args[2:], window=window, kv_scales=kv_scales)
+    expected = paged_prefill_reference(q.to(wide), k, v, *args[2:], **options)
     assert out.dtype == dtype
     assert out.is_contiguous()
     error = (out.to(wide) - expected).norm() / expected.norm()
@@ -114,6 +127,23 @@ def test_float8_cache(dtype, head_dim, block_size):
 @pytest.mark.parametrize("window", [None, 40, 130])
 def test_float8_cache_with_windows_and_through_the_copy_engine(window, tma):
     check([1, 200, 16, 64], [300, 0, 129, 64], 3, 1, 128, 64, torch.bfloat16, window, tma, fp8=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16])
+@pytest.mark.parametrize(("head_dim", "window"), [(64, None), (80, 40), (256, None)])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_soft_cap(dtype, head_dim, window, fp8):
+    check([33, 1, 70], [0, 50, 17], 4, 2, head_dim, 16, dtype, window, fp8=fp8, softcap=1.5)
+
+
+@pytest.mark.parametrize("window", [None, 130])
+def test_soft_cap_through_the_copy_engine(window):
+    check([1, 200, 16, 64, 63], [300, 0, 129, 64, 1], 3, 1, 64, 64, torch.float16, window, tma=True, softcap=1.5)
+
+
+def test_scores_far_beyond_the_soft_cap():
+    """Exponentials that overflow and vanish."""
+    check([33, 1, 70], [0, 50, 17], 4, 2, 64, 16, torch.float32, softcap=1e-3)
 
 
 def test_first_token_alone():

@@ -63,7 +63,19 @@ def find(tables, lens, rows, plan, max_batch, group, block_size):
     return found
 
 
-def check(groups, own_lens, num_q_heads, num_kv_heads, head_dim, block_size, dtype, wave=None, tma=None, fp8=False):
+def check(
+    groups,
+    own_lens,
+    num_q_heads,
+    num_kv_heads,
+    head_dim,
+    block_size,
+    dtype,
+    wave=None,
+    tma=None,
+    fp8=False,
+    softcap=None,
+):
     tables, lens = make_tree(groups, own_lens, block_size)
     k, v, device_tables, rows = fill_cache(tables, lens, block_size, num_kv_heads, head_dim, dtype)
     k, v, kv_scales = to_fp8(k, v) if fp8 else (k, v, None)
@@ -82,10 +94,11 @@ def check(groups, own_lens, num_q_heads, num_kv_heads, head_dim, block_size, dty
     device_lens = torch.tensor(lens, dtype=torch.int32, device=DEVICE)
     q = make_q(batch, num_q_heads, num_kv_heads, head_dim, dtype)
     plan.update(device_rows, device_lens, shared)
+    args, options = (q, k, v, device_tables, head_dim**-0.5), {"kv_scales": kv_scales, "softcap": softcap}
     for _ in range(2):  # two layers with one plan
-        shared_parts(q, k, v, device_tables, head_dim**-0.5, shared, plan, kv_scales=kv_scales, tma=tma)
-        out = paged_decode(q, k, v, device_tables, head_dim**-0.5, plan, shared=True, kv_scales=kv_scales)
-        compare(out, q, k, v, device_tables, device_rows, device_lens, head_dim**-0.5, None, kv_scales)
+        shared_parts(*args, shared, plan, tma=tma, **options)
+        out = paged_decode(*args, plan, shared=True, **options)
+        compare(out, q, k, v, device_tables, device_rows, device_lens, head_dim**-0.5, **options)
     assert not plan.arrived.any()
     return found
 
@@ -136,6 +149,15 @@ def test_float8_cache(dtype, head_dim, block_size, tma):
     """Own parts of one split and of several beside the shared ones, all in the values' scale."""
     own_lens = [5, 1, 64, 300, 700, 2, 3]
     check([(0, 6, -(-600 // block_size)), (3, 6, 5)], own_lens, 6, 2, head_dim, block_size, dtype, tma=tma, fp8=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16])
+@pytest.mark.parametrize(("head_dim", "block_size", "tma"), [(64, 16, False), (80, 48, False), (128, 64, True)])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_soft_cap(dtype, head_dim, block_size, tma, fp8):
+    """Both passes cap, and their parts are on one scale."""
+    groups, tma = [(0, 6, -(-600 // block_size)), (3, 6, 5)], tma and dtype != torch.float32
+    check(groups, [5, 1, 64, 300, 2, 700], 6, 2, head_dim, block_size, dtype, tma=tma, fp8=fp8, softcap=1.5)
 
 
 @pytest.mark.gpu

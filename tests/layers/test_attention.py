@@ -1,5 +1,6 @@
 """The torch backend against attention written out in float64."""
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +11,7 @@ from nanovllm.engine.step import Step, StepInput
 from nanovllm.layers.attention import QUERY_TILE, TorchAttention
 
 
-def naive(q, k, v, scale, window=None):
+def naive(q, k, v, scale, window=None, softcap=None):
     """Queries are the last of the keys' positions; float64, one head at a time."""
     group = q.shape[1] // k.shape[1]
     out = torch.empty_like(q, dtype=torch.float64)
@@ -18,8 +19,9 @@ def naive(q, k, v, scale, window=None):
     for head in range(q.shape[1]):
         for i in range(len(q)):
             seen = slice(max(offset + i + 1 - (window or len(k)), 0), offset + i + 1)
-            weights = (k[seen, head // group].double() @ q[i, head].double() * scale).softmax(0)
-            out[i, head] = weights @ v[seen, head // group].double()
+            scores = k[seen, head // group].double() @ q[i, head].double() * scale
+            scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+            out[i, head] = scores.softmax(0) @ v[seen, head // group].double()
     return out
 
 
@@ -55,9 +57,10 @@ def test_mixed_step_against_float64(heads, kv_heads, head_dim, block_size):
     plan = backend.plan(inputs, None, None, step)
     assert len(plan[None].decodes) > 1
     assert len(plan[None].prompts) == 3
-    for window in windows:
-        out = backend.attend(q, k_cache, v_cache, replace(step, plan=plan), 0.3, window)
-        expected = [naive(part, *kv, 0.3, window) for part, kv in zip(q.split(lengths.tolist()), texts, strict=True)]
+    parts = q.split(lengths.tolist())
+    for window, softcap in itertools.product(windows, (None, 1.5)):
+        out = backend.attend(q, k_cache, v_cache, replace(step, plan=plan), 0.3, window, softcap=softcap)
+        expected = [naive(part, *kv, 0.3, window, softcap) for part, kv in zip(parts, texts, strict=True)]
         torch.testing.assert_close(out.double(), torch.cat(expected), rtol=1e-5, atol=1e-5)
 
 
@@ -72,7 +75,8 @@ def test_blocks_before_the_window_are_not_gathered():
 
 
 @pytest.mark.parametrize("window", [None, 30, QUERY_TILE, QUERY_TILE + 40])
-def test_prompt_longer_than_a_query_tile(window):
+@pytest.mark.parametrize("softcap", [None, 0.5])
+def test_prompt_longer_than_a_query_tile(window, softcap):
     generator = torch.Generator().manual_seed(0)
     n, cached = QUERY_TILE + 30, 21
     k, v = torch.randn(2, n + cached, 1, 16, generator=generator).unbind(0)
@@ -86,5 +90,6 @@ def test_prompt_longer_than_a_query_tile(window):
     inputs = StepInput(one * 0, one * cached, one * n, np.zeros(n, np.int32), one, None, None)
     backend = TorchAttention([window])
     step = Step(None, None, None, None, None, tables, n, torch.empty(1, 2, 1, 16, 1, 1))
-    out = backend.attend(q, *caches, replace(step, plan=backend.plan(inputs, None, None, step)), 0.25, window)
-    torch.testing.assert_close(out.double(), naive(q, k, v, 0.25, window), rtol=1e-5, atol=1e-5)
+    step = replace(step, plan=backend.plan(inputs, None, None, step))
+    out = backend.attend(q, *caches, step, 0.25, window, softcap=softcap)
+    torch.testing.assert_close(out.double(), naive(q, k, v, 0.25, window, softcap), rtol=1e-5, atol=1e-5)

@@ -20,11 +20,19 @@ def window_of(window_size):
     return None if before < 0 else before + 1
 
 
-def with_kvcache(q, k, v, cache_seqlens, block_table, softmax_scale, causal, window_size=(-1, -1)):
+def with_kvcache(q, k, v, cache_seqlens, block_table, softmax_scale, causal, window_size=(-1, -1), softcap=0.0):
     assert causal
     rows = torch.arange(len(q))
     return paged_decode_reference(
-        q.squeeze(1), k, v, block_table, rows, cache_seqlens, softmax_scale, window_of(window_size)
+        q.squeeze(1),
+        k,
+        v,
+        block_table,
+        rows,
+        cache_seqlens,
+        softmax_scale,
+        window_of(window_size),
+        softcap=softcap or None,
     ).unsqueeze(1)
 
 
@@ -40,18 +48,18 @@ def varlen(
     causal,
     block_table,
     window_size=(-1, -1),
+    softcap=0.0,
 ):
     assert causal
     lens = cu_seqlens_k.diff()
     assert (max_seqlen_q, max_seqlen_k) == (int(cu_seqlens_q.diff().max()), int(lens.max()))
     rows = torch.arange(len(lens))
-    return paged_prefill_reference(
-        q, k, v, block_table, rows, cu_seqlens_q, lens, softmax_scale, window=window_of(window_size)
-    )
+    options = {"window": window_of(window_size), "softcap": softcap or None}
+    return paged_prefill_reference(q, k, v, block_table, rows, cu_seqlens_q, lens, softmax_scale, **options)
 
 
-@pytest.mark.parametrize("window", [None, 1, 40])
-def test_a_mixed_step(window, monkeypatch):
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (1, None), (40, None), (None, 0.5), (40, 0.5)])
+def test_a_mixed_step(window, softcap, monkeypatch):
     package = SimpleNamespace(flash_attn_with_kvcache=with_kvcache, flash_attn_varlen_func=varlen)
     monkeypatch.setitem(sys.modules, "flash_attn", package)
     generator = torch.Generator().manual_seed(0)
@@ -66,6 +74,7 @@ def test_a_mixed_step(window, monkeypatch):
     step = Step(None, None, device_rows, cu, context_lens, tables, 30, k_cache)
     backend = FlashAttention(torch.float16, 64)
     step = replace(step, plan=backend.plan(inputs, device_rows, context_lens, step))
-    out = backend.attend(q, k_cache, v_cache, step, 0.2, window)
-    expected = paged_prefill_reference(q, k_cache, v_cache, tables, device_rows, cu, context_lens, 0.2, window=window)
+    out = backend.attend(q, k_cache, v_cache, step, 0.2, window, softcap=softcap)
+    where = (tables, device_rows, cu, context_lens)
+    expected = paged_prefill_reference(q, k_cache, v_cache, *where, 0.2, window=window, softcap=softcap)
     torch.testing.assert_close(out, expected)

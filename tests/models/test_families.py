@@ -1,8 +1,11 @@
 """Each family against transformers: logits and greedy tokens of small random models in float32."""
 
+from functools import partial
+
 import pytest
 import torch
 import transformers
+from transformers.models.gemma3 import modeling_gemma3
 
 from nanovllm import LLM, SamplingParams
 from tests.helpers import CONFIGS, engine_logits, random_prompt, reference_greedy, save_random_model, small_config
@@ -14,6 +17,7 @@ def longrope(rotary_dim):
     return {"type": "longrope", **factors}
 
 
+GEMMA3_ATTENTION = modeling_gemma3.eager_attention_forward
 LENGTHS = (1, 15, 16, 17, 255, 256, 257)
 SHAPES = {
     "llama-mha": ("llama", {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 48}),
@@ -39,6 +43,16 @@ SHAPES = {
             "sliding_window": 33,
             "query_pre_attn_scalar": 24,
             "tie_word_embeddings": True,
+        },
+    ),
+    "gemma3-soft-caps": (
+        "gemma3",
+        {
+            "layer_types": ["sliding_attention", "full_attention"],
+            "sliding_window": 33,
+            "query_pre_attn_scalar": 24,
+            "attn_logit_softcapping": 1.5,
+            "final_logit_softcapping": 4.0,
         },
     ),
     "mistral": ("mistral", {"sliding_window": None}),
@@ -99,9 +113,27 @@ def family_config(name, **more):
     return small_config(family, **{**changes, **more})
 
 
+@pytest.fixture
+def save_reference(tmp_path, monkeypatch):
+    """`save_random_model` of a config.
+
+    Transformers' Gemma 3 reads `attn_logit_softcapping`, and its plain attention function can cap, but the one does not
+    hand it to the other. Here it does.
+    """
+
+    def save(config):
+        cap = getattr(config, "attn_logit_softcapping", None)
+        if cap is not None:
+            config._attn_implementation = "eager"
+            monkeypatch.setattr(modeling_gemma3, "eager_attention_forward", partial(GEMMA3_ATTENTION, softcap=cap))
+        return save_random_model(tmp_path, config)
+
+    return save
+
+
 @pytest.mark.parametrize("name", SHAPES)
-def test_logits_and_greedy_tokens_equal_transformers(name, tmp_path):
-    reference = save_random_model(tmp_path, family_config(name))
+def test_logits_and_greedy_tokens_equal_transformers(name, tmp_path, save_reference):
+    reference = save_reference(family_config(name))
     prompts = [random_prompt(length, seed) for seed, length in enumerate(LENGTHS)]
     params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
     with LLM(tmp_path, device="cpu", enable_prefix_caching=False) as llm:
@@ -115,7 +147,15 @@ def test_logits_and_greedy_tokens_equal_transformers(name, tmp_path):
         assert llm.generate(prompts[1], params, use_tqdm=False)[0]["token_ids"] == expected_tokens[1]
 
 
-GPU_SHAPES = ("gemma3", "mistral-window", "olmo2", "olmo3", "phi4-partial-rotation", "phi4-longrope")
+GPU_SHAPES = (
+    "gemma3",
+    "gemma3-soft-caps",
+    "mistral-window",
+    "olmo2",
+    "olmo3",
+    "phi4-partial-rotation",
+    "phi4-longrope",
+)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU runs the kernels natively")
@@ -123,12 +163,13 @@ GPU_SHAPES = ("gemma3", "mistral-window", "olmo2", "olmo3", "phi4-partial-rotati
     ("name", "changes"),
     [
         ("gemma3", {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}),
+        ("gemma3-soft-caps", {}),
         ("olmo2", {"num_hidden_layers": 1}),
     ],
 )
-def test_kernels_in_the_interpreter(name, changes, tmp_path):
+def test_kernels_in_the_interpreter(name, changes, tmp_path, save_reference):
     """Mixed steps, a chunk and decodes past the window, with norms that are not Llama's or Qwen's."""
-    reference = save_random_model(tmp_path, family_config(name, **changes))
+    reference = save_reference(family_config(name, **changes))
     prompts = [random_prompt(length, 5) for length in (3, 38)]
     options = {"max_num_batched_tokens": 32, "max_num_seqs": 2, "kvcache_block_size": 16, "num_kvcache_blocks": 10}
     with LLM(tmp_path, device="cpu", attention_backend="triton", max_model_len=80, **options) as llm:
@@ -139,18 +180,37 @@ def test_kernels_in_the_interpreter(name, changes, tmp_path):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", GPU_SHAPES)
 @pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
-def test_gpu_gives_the_tokens_of_the_cpu(name, eager, tmp_path):
+def test_gpu_gives_the_tokens_of_the_cpu(name, eager, tmp_path, save_reference):
     """In float32 with TritonAttention, beside transformers on the CPU; heads of 64."""
     sizes = {"hidden_size": 256, "head_dim": 64, "num_attention_heads": 4}
     if name == "phi4-longrope":
         sizes["rope_scaling"] = longrope(48)
-    reference = save_random_model(tmp_path, family_config(name, **sizes))
+    reference = save_reference(family_config(name, **sizes))
     prompts = [random_prompt(length, length) for length in LENGTHS]
     params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
     with LLM(tmp_path, dtype="float32", enforce_eager=eager, max_num_seqs=8, num_kvcache_blocks=24) as llm:
         assert (llm.model_runner.graphs is None) == eager
         outs = llm.generate(prompts, params, use_tqdm=False)
     assert [out["token_ids"] for out in outs] == [reference_greedy(reference, prompt, 64) for prompt in prompts]
+
+
+def test_each_soft_cap_counts_in_logits_and_in_what_is_drawn_from_them(tmp_path, save_reference):
+    """Each alone, both, neither: four results, of which log-probabilities are as capped as the logits."""
+    prompt, seen = random_prompt(40, 1), []
+    params = SamplingParams(temperature=1, max_tokens=1, logprobs=20, seed=3)
+    for caps in ((None, None), (1.5, None), (None, 4.0), (1.5, 4.0)):
+        config = family_config("gemma3-soft-caps", attn_logit_softcapping=caps[0], final_logit_softcapping=caps[1])
+        reference = save_reference(config)
+        with LLM(tmp_path, device="cpu") as llm, torch.inference_mode():
+            logits = engine_logits(llm, prompt)
+            expected = reference(torch.tensor([prompt])).logits[0]
+            torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+            drawn = llm.generate(prompt, params, use_tqdm=False)[0]["logprobs"][0]
+        ids, values = torch.tensor(list(drawn)), torch.tensor([entry["logprob"] for entry in drawn.values()])
+        torch.testing.assert_close(values, expected[-1].log_softmax(-1)[ids], rtol=1e-4, atol=1e-4)
+        assert caps[1] is None or float(logits.abs().max()) <= 4
+        assert all(float((logits - other).abs().max()) > 0.01 for other in seen)
+        seen.append(logits)
 
 
 @pytest.mark.parametrize(
@@ -245,6 +305,12 @@ def test_window_edges_across_chunks_and_the_prefix_cache(window, tmp_path):
             {"final_logit_softcapping": 30.0},
             "final_logit_softcapping 30.0 in the model's config is not supported",
         ),
+        (
+            "qwen3",
+            {"attn_logit_softcapping": 50.0},
+            "attn_logit_softcapping 50.0 in the model's config is not supported",
+        ),
+        ("gemma3", {"attn_logit_softcapping": 0.0}, "attn_logit_softcapping .* must be a number above 0, got 0.0"),
     ],
 )
 def test_what_would_change_the_result_is_refused_by_name(family, changes, message, tmp_path):
