@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nanovllm.config import Config
-from nanovllm.engine.build import choose_device, choose_dtype, choose_limits
+from nanovllm.engine.choices import choose_device, choose_dtype, choose_limits
 from nanovllm.layers.parallel import Ranks
 
 

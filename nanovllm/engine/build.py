@@ -2,7 +2,6 @@
 
 import logging
 import multiprocessing
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,6 +10,15 @@ import torch
 
 from nanovllm.config import Config, Limits
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.choices import (
+    check_quantization,
+    choose_backend,
+    choose_block_size,
+    choose_device,
+    choose_dtype,
+    choose_limits,
+    shared_prefix_finder,
+)
 from nanovllm.engine.graph_runner import graph_batch_sizes, shared_batch_sizes
 from nanovllm.engine.kv_scales import calibration_blocks, measure_kv_scales
 from nanovllm.engine.memory import (
@@ -25,12 +33,10 @@ from nanovllm.engine.memory import (
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.precompile import compile_kernels
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.shared_prefix import SharedPrefixFinder
 from nanovllm.engine.step import StepBuilder
 from nanovllm.kernels.reference import FP8
-from nanovllm.layers.attention import AttentionBackend, TorchAttention
-from nanovllm.layers.flash_attention import FlashAttention
-from nanovllm.layers.ops import Ops, torch_ops, triton_ops
+from nanovllm.layers.attention import AttentionBackend
+from nanovllm.layers.ops import Ops
 from nanovllm.layers.parallel import Ranks
 from nanovllm.layers.rotary_embedding import LongRope
 from nanovllm.models.decoder import Build, DecoderForCausalLM, DecoderSpec
@@ -41,8 +47,6 @@ from nanovllm.utils.loader import cuts, fill_with_random_weights, finish_loading
 from nanovllm.utils.quantization import Quantization, choose_quantization, quantize_layers
 
 logger = logging.getLogger("nanovllm")
-
-FP8_CAPABILITY = (8, 9)  # of GPUs that convert float8 (Ada, Hopper and later)
 
 
 @dataclass(frozen=True)
@@ -233,151 +237,6 @@ def check_may_start_workers() -> None:
         raise RuntimeError(
             "a process that LLM(..., tensor_parallel_size=N) starts runs the program's main script once more, up to "
             'its `if __name__ == "__main__":`; put what makes the LLM under such a line'
-        )
-
-
-def choose_device(name: str, ranks: Ranks) -> torch.device:
-    """Where a rank runs: of several on GPUs, each has the one after the rank's before."""
-    device = _named_device(name)
-    if ranks.size == 1 or device.type == "cpu":
-        return device
-    first = device.index or 0
-    if first + ranks.size > torch.cuda.device_count():
-        raise ValueError(
-            f"tensor_parallel_size {ranks.size} needs as many GPUs from {device} on, torch sees "
-            f"{torch.cuda.device_count()} in all"
-        )
-    return torch.device("cuda", first + ranks.rank)
-
-
-def _named_device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ValueError(f"device {name!r} is not known to torch: {error}") from error
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"device must be auto, cpu or cuda, got {name!r}")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device {name!r} was asked for, but torch {torch.__version__} sees no GPU")
-    return device
-
-
-def choose_dtype(name: str, hf_config: Any, device: torch.device) -> torch.dtype:
-    """The dtype asked for, or for "auto" the checkpoint's where the machine computes fast in it."""
-    if name != "auto":
-        return getattr(torch, name)
-    dtype = getattr(hf_config, "dtype", None) or getattr(hf_config, "torch_dtype", None) or torch.float32
-    dtype = getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
-    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ValueError(f"the checkpoint's dtype {dtype} is not supported; choose one with the option dtype")
-    chosen = dtype
-    if device.type == "cpu" and dtype != torch.float32 and not _cpu_is_fast_in_16_bits(dtype):
-        chosen = torch.float32
-    elif device.type == "cuda" and dtype == torch.bfloat16 and not torch.cuda.is_bf16_supported(False):
-        chosen = torch.float16
-    if chosen != dtype:
-        logger.warning("the checkpoint is in %s, this %s is not fast in it: using %s", dtype, device.type, chosen)
-    return chosen
-
-
-def _cpu_is_fast_in_16_bits(dtype: torch.dtype) -> bool:
-    """Only AMX pays: with AVX512-BF16 alone, the packed float32 kernels measured faster."""
-    return dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()
-
-
-def choose_limits(config: Config, spec: DecoderSpec, device: torch.device) -> Limits:
-    """Limits from the config; a default gives way to another value where that one was set."""
-    on_cpu = device.type == "cpu"
-    tokens = config.max_num_batched_tokens or max(1024 if on_cpu else 16384, config.max_num_seqs or 0)
-    max_num_seqs = config.max_num_seqs or min(64 if on_cpu else 512, tokens)
-    window, note = spec.max_positions, spec.max_positions_note
-    asked = config.max_model_len
-    if asked is not None and asked > window:
-        raise ValueError(f"max_model_len {asked} exceeds the model's window of {window} tokens{note}")
-    if (asked or window) < 2:
-        raise ValueError(f"max_model_len must be at least 2 (one prompt token, one generated), got {asked or window}")
-    return Limits(max_num_seqs, tokens, asked or window)
-
-
-def choose_backend(
-    name: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    spec: DecoderSpec,
-    max_num_seqs: int,
-    share: bool,
-    kv_dtype: torch.dtype,
-) -> tuple[Ops, AttentionBackend]:
-    """Operations and attention for a backend name; `share`: with a pass over shared prefixes where the backend has it.
-
-    Raises:
-        ValueError: a backend that the machine or the model cannot have, and why.
-    """
-    if name == "auto":
-        name = "triton" if device.type == "cuda" else "torch"
-    windows = set(spec.windows) or {None}
-    if name == "torch":
-        return torch_ops(), TorchAttention(windows, dtype)
-    if kv_dtype == FP8 and name == "flash_attn":
-        raise ValueError("kv_cache_dtype 'fp8' needs attention_backend 'triton' or 'torch', not 'flash_attn'")
-    if device.type == "cpu" and not (name == "triton" and os.environ.get("TRITON_INTERPRET") == "1"):
-        raise ValueError(
-            f"attention_backend {name!r} needs a GPU; on a CPU use 'torch' (or TRITON_INTERPRET=1 to test 'triton')"
-        )
-    if kv_dtype == FP8 and device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
-        raise ValueError(
-            "kv_cache_dtype 'fp8' with attention_backend 'triton' needs a GPU that converts float8 (compute "
-            f"capability 8.9 or more), not {torch.cuda.get_device_name(device)}"
-        )
-    if name == "flash_attn":
-        return triton_ops(device, dtype), FlashAttention(dtype, spec.head_dim)
-    from nanovllm.layers.triton_attention import TritonAttention
-
-    shape = (max_num_seqs, spec.num_q_heads, spec.num_kv_heads, spec.head_dim)
-    return triton_ops(device, dtype), TritonAttention(*shape, device, windows, share)
-
-
-def shared_prefix_finder(
-    attention: AttentionBackend, spec: DecoderSpec, block_size: int, dtype: torch.dtype
-) -> SharedPrefixFinder | None:
-    """What fills the backend's list of shared prefixes, if it has one."""
-    if attention.shared is None:
-        return None
-    group = spec.num_q_heads // spec.num_kv_heads
-    bytes_per_token = 2 * spec.num_kv_heads * spec.head_dim * dtype.itemsize
-    return SharedPrefixFinder(
-        attention.shared.max_batch, attention.shared.max_items, group, block_size, bytes_per_token
-    )
-
-
-def choose_block_size(asked: int | None, attention: AttentionBackend) -> int:
-    """16 where blocks are gathered one by one, else 256: few table entries, and whole tiles of keys in one block."""
-    if asked is None:
-        return 16 if attention.name == "torch" else 256
-    if asked % attention.block_multiple:
-        raise ValueError(
-            f"kvcache_block_size must be a multiple of {attention.block_multiple} for attention_backend "
-            f"{attention.name!r}, got {asked}"
-        )
-    return asked
-
-
-def check_quantization(spec: DecoderSpec, device: torch.device, dtype: torch.dtype) -> None:
-    """Refuse float8 weights where they cannot be.
-
-    Raises:
-        ValueError: experts, whose kernels know no float8, or a GPU or dtype without torch's scaled GEMM.
-    """
-    if spec.moe is not None:
-        raise ValueError("float8 weights are not supported for models with experts")
-    if device.type == "cuda" and dtype != torch.bfloat16:
-        raise ValueError(f"float8 weights need dtype 'bfloat16' on a GPU, not {str(dtype).removeprefix('torch.')!r}")
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
-        raise ValueError(
-            "float8 weights need a GPU that multiplies float8 (compute capability 8.9 or more), not "
-            f"{torch.cuda.get_device_name(device)}"
         )
 
 

@@ -118,9 +118,10 @@ class StopChecker:
         return self._detokenizer.push(token_ids) if token_ids else ""
 
     def _search(self, new: str) -> str | None:
-        start = max(0, len(self.text) - self._overlap)
+        old = len(self.text)
         self.text += new
-        hits = [(self.text.find(stop, start), stop) for stop in self._stop]
+        # A match ends in the new text: what is whole before it came when nothing was to stop the completion.
+        hits = [(self.text.find(stop, max(0, old - len(stop) + 1)), stop) for stop in self._stop]
         hits = [(at, stop) for at, stop in hits if at >= 0]
         if hits:
             at, self.matched = min(hits)

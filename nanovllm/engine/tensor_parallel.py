@@ -25,8 +25,9 @@ from typing import Any, NoReturn
 import torch
 
 from nanovllm.config import Config
-from nanovllm.engine.build import RankParts, build_rank, choose_device
+from nanovllm.engine.build import RankParts, build_rank
 from nanovllm.engine.channel import Sender
+from nanovllm.engine.choices import choose_device
 from nanovllm.engine.model_runner import ModelRunner, StepResult
 from nanovllm.engine.step import StepInput
 from nanovllm.engine.step_message import StepEncoder

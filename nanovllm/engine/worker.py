@@ -22,8 +22,9 @@ from typing import Any
 import torch
 
 from nanovllm.config import Config
-from nanovllm.engine.build import build_rank, choose_device
+from nanovllm.engine.build import build_rank
 from nanovllm.engine.channel import ChannelClosed, Receiver
+from nanovllm.engine.choices import choose_device
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.step_message import StepDecoder
 from nanovllm.layers.parallel import Ranks

@@ -172,6 +172,16 @@ def test_earliest_of_several_stop_strings_wins():
     assert stop.text == "he"
 
 
+@pytest.mark.parametrize("stops", [("ab",), ("ab", "never this one")])
+def test_a_match_that_was_not_to_stop_stays_in_the_text(stops):
+    """With `min_tokens`: what else is looked for, how far ever back, must not find it later."""
+    stop = checker(stops)
+    assert all(stop.push([i], may_stop=False) is None for i in encode("xaby"))
+    assert all(stop.push([i]) is None for i in encode(" yz a"))
+    assert stop.push(encode("b")) == "ab"
+    assert stop.text == "xaby yz "
+
+
 def test_settled_text_never_holds_a_part_that_is_cut_later():
     stop = checker(("</answer>",))
     shown = ""

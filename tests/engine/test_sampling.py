@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -161,6 +162,24 @@ def test_stop_token_ids_end_with_their_reason(llm, reference):
     assert out["text"] == llm.tokenizer.decode(greedy[:first])
     kept = llm.generate(PROMPTS[0], params(stop_token_ids=[stop], include_stop_str_in_output=True), use_tqdm=False)[0]
     assert kept["text"] == llm.tokenizer.decode(greedy[: first + 1])
+
+
+@pytest.mark.parametrize("options", [{"skip_special_tokens": False}, {"stop_token_ids": [70]}], ids=["eos", "stop id"])
+def test_the_token_that_ends_shows_in_no_text_with_stop_strings_either(llm, options):
+    end = options.get("stop_token_ids", [llm.tokenizer.eos_token_id])[0]
+    options = params(logit_bias={end: 100}, min_tokens=3, ignore_eos=False, **options)
+    for more in ({}, {"include_stop_str_in_output": True}):
+        plain = replace(options, **more)
+        looking = replace(plain, stop=["never this one"])
+        expected, out = (llm.generate([5], some, use_tqdm=False)[0] for some in (plain, looking))
+        assert expected["finish_reason"] == "stop"
+        assert expected["token_ids"][-1] == end
+        assert (out["token_ids"], out["text"], out["stop_reason"]) == (
+            expected["token_ids"],
+            expected["text"],
+            expected["stop_reason"],
+        )
+        assert "".join(new.text for new in llm.stream([5], looking)) == expected["text"]
 
 
 def test_stop_strings_end_and_cut(llm):
