@@ -12,6 +12,7 @@ MAX_RANKS = 8
 QUANTIZATIONS = ("fp8",)
 KV_CACHE_DTYPES = ("auto", "fp8")
 MAX_NUM_SEQS = 2**16  # each has a row of state whether it runs or not
+GRAPH_PROMPT_TOKENS = 256
 LOAD_FORMATS = ("auto", "dummy")
 
 
@@ -22,6 +23,11 @@ class Limits:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
+
+    @property
+    def max_graph_tokens(self) -> int:
+        """Tokens that a step in a CUDA graph may have: a decode of each sequence, and some prompt tokens."""
+        return min(self.max_num_seqs + GRAPH_PROMPT_TOKENS, self.max_num_batched_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +58,9 @@ class Config:
         shared_prefix_attention: read the KV of a prefix that running sequences share once a step for all of them, where
             that pays (default: with the `triton` backend, which alone can).
         overlap: prepare a step while the one before runs (default: on a GPU). The tokens are the same either way.
+        paced_prompts: let sequences of one `generate` whose lengths are known (`ignore_eos`, no stops) start later than
+            they could, longest ones first, so that their prompts are computed beside the others' decodes (default: on
+            GPUs that have so many weights to read in a step that this makes the whole faster).
         seed: seed of every request (any integer of 64 bits).
 
     Raises:
@@ -77,6 +86,7 @@ class Config:
     attention_backend: str = "auto"
     shared_prefix_attention: bool | None = None
     overlap: bool | None = None
+    paced_prompts: bool | None = None
     seed: int = 0
 
     @classmethod
@@ -100,7 +110,7 @@ class Config:
         for name in ("enforce_eager", "enable_prefix_caching"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
-        for name in ("overlap", "shared_prefix_attention"):
+        for name in ("overlap", "paced_prompts", "shared_prefix_attention"):
             if getattr(self, name) is not None and not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True, False or None, got {getattr(self, name)!r}")
         _check_choice("dtype", self.dtype, DTYPES)

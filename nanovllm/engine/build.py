@@ -17,9 +17,10 @@ from nanovllm.engine.choices import (
     choose_device,
     choose_dtype,
     choose_limits,
+    choose_pacer,
     shared_prefix_finder,
 )
-from nanovllm.engine.graph_runner import graph_batch_sizes, shared_batch_sizes
+from nanovllm.engine.graph_runner import graph_sizes, shared_graph_sizes
 from nanovllm.engine.kv_scales import calibration_blocks, measure_kv_scales
 from nanovllm.engine.memory import (
     allocate_kv_cache,
@@ -88,8 +89,8 @@ class RankParts:
 
     def capture_graphs(self, runner: ModelRunner) -> None:
         if self.use_graphs:
-            most = self.limits.max_num_seqs
-            runner.capture_graphs(graph_batch_sizes(most), shared_batch_sizes(most) if self.attention.shared else [])
+            shared = shared_graph_sizes(self.limits) if self.attention.shared is not None else []
+            runner.capture_graphs(graph_sizes(self.limits), shared)
 
 
 def build_engine_parts(config: Config) -> EngineParts:
@@ -128,6 +129,7 @@ def build_engine_parts(config: Config) -> EngineParts:
     blocks = BlockManager(num_blocks, rank.block_size, config.enable_prefix_caching)
     eos = eos_token_ids(checkpoint, tokenizer, spec.vocab_size)
     limits = rank.limits
+    pacer = choose_pacer(config.paced_prompts, rank.model, runner.graphs, limits)
     finder = shared_prefix_finder(rank.attention, rank.model.spec, rank.block_size, rank.kv_dtype)
     return EngineParts(
         tokenizer=tokenizer,
@@ -135,7 +137,7 @@ def build_engine_parts(config: Config) -> EngineParts:
         max_model_len=limits.max_model_len,
         long_rope=spec.long_rope(limits.max_model_len),
         model_runner=runner,
-        scheduler=Scheduler(blocks, limits.max_num_seqs, limits.max_num_batched_tokens, eos),
+        scheduler=Scheduler(blocks, limits.max_num_seqs, limits.max_num_batched_tokens, eos, pacer),
         step_builder=StepBuilder(limits.max_num_seqs, eos, finder),
         overlap=rank.device.type == "cuda" if config.overlap is None else config.overlap,
     )
@@ -172,7 +174,7 @@ def build_rank(
     free = free_at_start if device.type == "cuda" else available_host_bytes() // ranks.size
     check_sizes(replace(held, vocab_size=ranks.padded_vocab(spec.vocab_size)), limits, dtype, free)
     share = config.shared_prefix_attention is not False
-    ops, attention = choose_backend(config.attention_backend, device, dtype, held, limits.max_num_seqs, share, kv_dtype)
+    ops, attention = choose_backend(config.attention_backend, device, dtype, held, limits, share, kv_dtype)
     if config.shared_prefix_attention and attention.shared is None:
         raise ValueError(f"shared_prefix_attention needs attention_backend 'triton', not {attention.name!r}")
     block_size = choose_block_size(config.kvcache_block_size, attention)

@@ -1,6 +1,11 @@
-"""Decode steps as CUDA graphs: everything from the rows' last tokens to their next ones in one launch.
+"""Small steps as CUDA graphs: everything from the rows' last tokens to their next ones in one launch.
 
-A graph is recorded for some batch sizes. A batch between two of them runs in the larger one, whose surplus
+To a graph, all tokens are decodes: a prompt's token is one whose id the host gives, and each of them attends to its
+own context, which the tokens before it have joined when a layer comes to attention. A prompt's keys are so read again
+for each of its tokens, out of the cache near the cores as long as they are few; beyond `MAX_REREAD` a step runs
+eagerly, with the kernel that reads them once.
+
+A graph is recorded for some numbers of tokens. A step between two of them runs in the larger one, whose surplus
 slots carry the padding row: it has one token in the block that nobody owns. The graphs share one memory pool
 (only one runs at a time) and are captured from large to small, so that the pool is as large as the largest needs.
 """
@@ -12,44 +17,58 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from nanovllm.engine.step import Step
+from nanovllm.config import Limits
+from nanovllm.engine.step import ON_DEVICE, Step, StepInput
 from nanovllm.kernels.reference import DecodeInputs
 
 if TYPE_CHECKING:
     from nanovllm.engine.model_runner import ModelRunner
 
-
-def graph_batch_sizes(max_num_seqs: int) -> list[int]:
-    """Batch sizes to record: dense where padding would cost most, and `max_num_seqs` itself."""
-    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 8192, 32)]
-    return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
+# Bytes of a step's prompts' keys and values, in all layers, that their tokens may read again.
+MAX_REREAD = 48 * 10**9
 
 
-def shared_batch_sizes(max_num_seqs: int) -> list[int]:
-    """Sizes to record with a pass over shared prefixes: fewer, since few sequences have little to share."""
-    sizes = [4, 8, 16, *range(32, 8192, 32)]
-    return [size for size in sizes if size < max_num_seqs] + [max_num_seqs] if max_num_seqs > 1 else []
+def graph_sizes(limits: Limits) -> list[int]:
+    """Numbers of tokens to record: dense where padding would cost most, and with `max_num_seqs` itself."""
+    return _sizes([1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 8192, 32)], limits)
+
+
+def shared_graph_sizes(limits: Limits) -> list[int]:
+    """The same with a pass over shared prefixes: fewer, since few sequences have little to share."""
+    return _sizes([4, 8, 16, *range(32, 8192, 32)], limits) if limits.max_num_seqs > 1 else []
+
+
+def _sizes(of_decodes: list[int], limits: Limits) -> list[int]:
+    """Those, up to one token of each sequence; then, with room for prompts, in wider steps."""
+    most, largest = limits.max_num_seqs, limits.max_graph_tokens
+    return [*(size for size in of_decodes if size < most), *range(most, largest, 64), largest]
+
+
+def max_reread(kv_cache: torch.Tensor) -> int:
+    """`MAX_REREAD` in tokens."""
+    return MAX_REREAD // (kv_cache[:, :, 0, 0].numel() * kv_cache.element_size())
 
 
 class GraphRunner:
-    """Recorded decode steps of one runner.
+    """Recorded steps of one runner.
 
     Args:
         runner: its model, row state and KV cache are baked into the graphs by address.
-        batch_sizes: in ascending order.
-        shared_sizes: for batches with a pass over shared prefixes, in ascending order; may be empty.
+        sizes: numbers of tokens, in ascending order.
+        shared_sizes: for steps with a pass over shared prefixes, in ascending order; may be empty.
     """
 
-    def __init__(self, runner: "ModelRunner", batch_sizes: list[int], shared_sizes: list[int]):
+    def __init__(self, runner: "ModelRunner", sizes: list[int], shared_sizes: list[int]):
         self._runner = runner
-        self._sizes = {False: batch_sizes, True: shared_sizes}
-        self._largest = max(batch_sizes + shared_sizes)
-        device = runner.device
-        # Rows and context lengths: what differs from replay to replay. Padding stands in all of it now.
-        self._inputs_np = np.empty((2, self._largest), dtype=np.int32)
-        self._inputs = torch.empty(2, self._largest, dtype=torch.int32, device=device)
-        self._inputs[0] = runner.rows.padding_row
-        self._inputs[1] = 1
+        self._sizes = {False: sizes, True: shared_sizes}
+        self._largest = max(sizes + shared_sizes)
+        device, cache = runner.device, runner.kv_cache
+        self.max_reread = max_reread(cache)
+        # What differs from replay to replay, of each token: its row, the length of its context, its id or `ON_DEVICE`,
+        # and the row whose next token is drawn from it. Padding stands in all of it now.
+        self._padding = np.array([runner.rows.padding_row, 1, ON_DEVICE, runner.rows.padding_row], dtype=np.int32)
+        self._inputs_np = np.repeat(self._padding[:, None], self._largest, axis=1)
+        self._inputs = torch.from_numpy(self._inputs_np).to(device)
         self._tokens = torch.zeros(self._largest, dtype=torch.int64, device=device)
         columns = runner.model.logit_columns
         self._logits = torch.empty(self._largest, columns, dtype=runner.model.dtype, device=device)
@@ -79,31 +98,42 @@ class GraphRunner:
                 self._run(size, shared, decode_inputs)
             pool = graph.pool()
 
-    def fits(self, num_seqs: int, shared: bool) -> bool:
-        return bool(self._sizes[shared]) and num_seqs <= self._sizes[shared][-1]
+    def fits(self, inputs: StepInput) -> bool:
+        """Whether some graph has room for the step, and is not the slower way."""
+        sizes = self._sizes[inputs.shared is not None]
+        if not sizes or len(inputs.token_ids) > sizes[-1] or inputs.prompt_scores is not None:
+            return False
+        lengths = inputs.lengths.astype(np.int64)
+        reread = (lengths - 1) * (inputs.starts + lengths // 2)
+        return int(reread.sum()) <= self.max_reread
 
-    def inputs_for(self, rows: np.ndarray, context_lens: np.ndarray) -> tuple[np.ndarray, torch.Tensor]:
-        """(host values, device tensor to copy them into), both [2, largest batch size]."""
-        n = len(rows)
-        self._inputs_np[0, :n] = rows
-        self._inputs_np[0, n:] = self._runner.rows.padding_row
-        self._inputs_np[1, :n] = context_lens
-        self._inputs_np[1, n:] = 1
+    def inputs_for(self, inputs: StepInput) -> tuple[np.ndarray, torch.Tensor]:
+        """(host values, device tensor to copy them into), both [4, largest size]."""
+        n, lengths = len(inputs.token_ids), inputs.lengths
+        rows, context_lens, given, drawn_for = values = self._inputs_np
+        values[:, n:] = self._padding[:, None]
+        rows[:n] = inputs.rows if n == len(lengths) else np.repeat(inputs.rows, lengths)
+        context_lens[:n] = inputs.positions + 1
+        given[:n] = inputs.token_ids
+        drawn_for[:n] = self._padding[3]
+        sampling = np.flatnonzero(inputs.samples)
+        drawn_for[inputs.last_tokens] = inputs.rows[sampling]
         return self._inputs_np, self._inputs
 
-    def replay(self, num_seqs: int, shared: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queue the step; (tokens [num_seqs] int64, logits [num_seqs, columns]), valid until the next replay."""
+    def replay(self, num_tokens: int, shared: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queue the step; (tokens [num_tokens] int64, logits [num_tokens, columns]), valid until the next replay."""
         sizes = self._sizes[shared]
-        self._graphs[sizes[bisect_left(sizes, num_seqs)], shared].replay()
-        return self._tokens[:num_seqs], self._logits[:num_seqs]
+        self._graphs[sizes[bisect_left(sizes, num_tokens)], shared].replay()
+        return self._tokens[:num_tokens], self._logits[:num_tokens]
 
     def _run(self, size: int, shared: bool, decode_inputs: Callable[..., DecodeInputs]) -> None:
-        """What a graph holds: a decode of the rows in `_inputs`, from their last tokens to their next."""
+        """What a graph holds: a step of the tokens in `_inputs`, from their rows' last tokens to the next ones."""
         runner, state = self._runner, self._runner.rows
-        rows, context_lens = self._inputs[0, :size], self._inputs[1, :size]
+        rows, context_lens, given, drawn_for = self._inputs[:, :size]
         inputs = decode_inputs(
             rows,
             context_lens,
+            given,
             state.last_tokens,
             state.block_tables,
             state.temperatures,
@@ -126,4 +156,4 @@ class GraphRunner:
         logits = runner.model.compute_logits(runner.model(inputs.token_ids, step), out=self._logits[:size])
         tokens = self._tokens[:size]
         runner.sample_into(logits, inputs.temperatures, inputs.seeds, context_lens, tokens)
-        state.last_tokens[inputs.rows] = tokens
+        state.last_tokens[drawn_for.long()] = tokens

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from nanovllm.config import Limits
-from nanovllm.engine.graph_runner import graph_batch_sizes, shared_batch_sizes
+from nanovllm.engine.graph_runner import graph_sizes, shared_graph_sizes
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.step import ROW_PARAMS, StepInput
 from nanovllm.models.decoder import DecoderSpec
@@ -156,7 +156,7 @@ def measure_gpu_memory(
     resting = torch.cuda.memory_allocated(device)
     run_largest_step(runner, limits)
     activations = torch.cuda.max_memory_allocated(device) - resting
-    graphs = _graph_bytes(runner, limits.max_num_seqs) if use_graphs else 0
+    graphs = _graph_bytes(runner, limits) if use_graphs else 0
     return GPUMemory(free_at_start, utilization, fixed, activations, graphs)
 
 
@@ -172,10 +172,10 @@ def run_largest_step(runner: ModelRunner, limits: Limits) -> None:
         ) from error
 
 
-def _graph_bytes(runner: ModelRunner, max_num_seqs: int) -> int:
+def _graph_bytes(runner: ModelRunner, limits: Limits) -> int:
     """Memory of all graphs, from the two largest: the first brings the pool, each further one about the same."""
-    sizes = graph_batch_sizes(max_num_seqs)
-    num_shared = len(shared_batch_sizes(max_num_seqs)) if runner.attention.shared is not None else 0
+    sizes = graph_sizes(limits)
+    num_shared = len(shared_graph_sizes(limits)) if runner.attention.shared is not None else 0
     before = free_gpu_bytes(runner.device)
     runner.capture_graphs(sizes[-1:], [])
     one = before - free_gpu_bytes(runner.device)

@@ -95,13 +95,13 @@ class ModelRunner:
         self.graphs: GraphRunner | None = None
         self._staging: PinnedStaging | None = None
         if self.device.type == "cuda":
-            ints = 3 * limits.max_num_batched_tokens + 16 * limits.max_num_seqs
+            ints = 3 * limits.max_num_batched_tokens + 16 * limits.max_num_seqs + 4 * limits.max_graph_tokens
             self._staging = PinnedStaging(self.device, limits.max_num_seqs, ints)
 
     @torch.inference_mode()
-    def capture_graphs(self, batch_sizes: list[int], shared_sizes: list[int]) -> None:
-        """Record decode steps of these sizes (`GraphRunner`); `launch` replays the smallest that fits a batch."""
-        self.graphs = GraphRunner(self, batch_sizes, shared_sizes)
+    def capture_graphs(self, sizes: list[int], shared_sizes: list[int]) -> None:
+        """Record steps of so many tokens (`GraphRunner`); `launch` replays the smallest that fits a step."""
+        self.graphs = GraphRunner(self, sizes, shared_sizes)
         self.graphs.capture()
 
     def drop_graphs(self) -> None:
@@ -121,8 +121,8 @@ class ModelRunner:
         histories = inputs.histories
         if histories is not None:
             self._drawer.start_counting(*self._to_device(*(getattr(histories, f.name) for f in fields(histories))))
-        graphs, shared = self.graphs, inputs.shared is not None
-        if graphs is not None and inputs.is_decode and graphs.fits(len(inputs.rows), shared):
+        graphs = self.graphs
+        if graphs is not None and graphs.fits(inputs):
             (tokens, logprobs), prompts = self._replay(inputs, graphs), None
         else:
             (tokens, logprobs), prompts = self._run_eagerly(inputs)
@@ -150,27 +150,25 @@ class ModelRunner:
             out.copy_(sample_over_ranks(model.ranks, self.ops, model.spec.vocab_size, *params))
 
     def _replay(self, inputs: StepInput, graphs: GraphRunner) -> Drawn:
-        assert self._staging is not None
-        n = len(inputs.rows)
-        host, device = graphs.inputs_for(inputs.rows, inputs.starts + 1)
-        self._staging.copy_into(host, device)
-        if inputs.is_plain:
-            return graphs.replay(n, inputs.shared is not None)[0], None
+        host, device = graphs.inputs_for(inputs)
+        self._copy_into(host, device)
+        n, shared, drawn = len(inputs.token_ids), inputs.shared is not None, inputs.last_tokens
+        # Of a step of decodes, every token: views do, and nothing need be gathered.
+        last: torch.Tensor | slice = slice(n) if len(drawn) == n else self._to_device(drawn)[0].long()
+        if inputs.is_plain or not len(drawn):
+            return graphs.replay(n, shared)[0][last], None
         # The graph draws with temperature and seed only: draw again from its logits.
-        rows = device[0, :n].long()
+        rows, positions = device[0, :n][last].long(), device[1, :n][last].long()
         previous = self.rows.last_tokens[rows]
-        _, logits = graphs.replay(n, inputs.shared is not None)
-        return self._drawer.draw(logits, rows, device[1, :n].long(), inputs, self._to_device, previous)
+        logits = graphs.replay(n, shared)[1][last]
+        return self._drawer.draw(logits, rows, positions, inputs, self._to_device, previous)
 
     def _send_shared(self, shared: SharedPrefixes[np.ndarray] | None) -> None:
         """Hand the backend what the batch shares, unless it has it from the step before."""
         if shared is None or shared is self._shared:
             return
         assert self.attention.shared is not None
-        if self._staging is not None:
-            self._staging.copy_into(shared.packed, self.attention.shared.packed)
-        else:
-            self.attention.shared.packed.copy_(torch.from_numpy(shared.packed))
+        self._copy_into(shared.packed, self.attention.shared.packed)
         self._shared = shared
 
     def _run_eagerly(self, inputs: StepInput) -> tuple[Drawn, tuple[torch.Tensor, torch.Tensor] | None]:
@@ -199,15 +197,14 @@ class ModelRunner:
         lengths = inputs.lengths
         cu_seqlens = np.zeros(len(lengths) + 1, dtype=np.int32)
         np.cumsum(lengths, out=cu_seqlens[1:])
-        offsets = np.repeat(inputs.starts - cu_seqlens[:-1], lengths)
         token_ids, positions, token_rows, rows, cu, context_lens, last = self._to_device(
             inputs.token_ids,
-            np.arange(len(inputs.token_ids), dtype=np.int32) + offsets,
+            inputs.positions,
             np.repeat(inputs.rows, lengths),
             inputs.rows,
             cu_seqlens,
             inputs.starts + lengths,
-            cu_seqlens[np.flatnonzero(inputs.samples) + 1] - 1,
+            inputs.last_tokens,
         )
         state = self.rows
         if (inputs.token_ids == ON_DEVICE).any():
@@ -227,6 +224,12 @@ class ModelRunner:
         )
         step = replace(step, plan=self.attention.plan(inputs, rows, context_lens, step))
         return token_ids.long(), step, last.long()
+
+    def _copy_into(self, array: np.ndarray, target: torch.Tensor) -> None:
+        if self._staging is not None:
+            self._staging.copy_into(array, target)
+        else:
+            target.view(-1).copy_(torch.from_numpy(array).view(-1))
 
     def _to_device(self, *arrays: np.ndarray) -> list[torch.Tensor]:
         """Copy int32 arrays in one transfer."""

@@ -47,9 +47,10 @@ def compile_kernels(runner: ModelRunner, limits: Limits, use_graphs: bool) -> No
 def _go_through_steps(runner: ModelRunner, limits: Limits, use_graphs: bool) -> None:
     run_largest_step(runner, limits)
     if use_graphs:
-        decodes = [size for size in (*DECODE_SIZES, limits.max_num_seqs) if size <= limits.max_num_seqs]
-        shared = [size for size in (*SHARED_SIZES, limits.max_num_seqs) if 1 < size <= limits.max_num_seqs]
-        graphs = GraphRunner(runner, decodes, shared if runner.attention.shared is not None else [])
+        largest = limits.max_graph_tokens
+        sizes = [size for size in (*DECODE_SIZES, largest) if size <= largest]
+        shared = [size for size in (*SHARED_SIZES, largest) if 1 < size <= largest]
+        graphs = GraphRunner(runner, sizes, shared if runner.attention.shared is not None else [])
         graphs.go_through(lambda *args: (runner.ops.decode_inputs(*args), reference.decode_inputs(*args))[1])
     runner.rows.last_tokens.zero_()  # what no kernel wrote was "drawn"; it would be looked up in the embedding
 

@@ -17,11 +17,13 @@ depends on the value of the last one (`waits_for_tokens`) sits out step N+1 then
 import time
 from collections import deque
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.detokenizer import StopChecker
 from nanovllm.engine.grammar import Grammar
+from nanovllm.engine.pacing import Pacer, longest_first
 from nanovllm.engine.sequence import Sequence, Status
 
 Logprobs = tuple[list[int], list[float]]  # token ids and log-probabilities of one draw, the drawn token first
@@ -78,6 +80,7 @@ class Scheduler:
         max_num_seqs: sequences running at the same time (also the number of device rows).
         max_num_batched_tokens: tokens in one step, at least `max_num_seqs`.
         eos_token_ids: ids that end a sequence unless it ignores them.
+        pacer: bounds the prompt tokens of steps further.
     """
 
     def __init__(
@@ -86,11 +89,13 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         eos_token_ids: frozenset[int],
+        pacer: Pacer | None = None,
     ):
         self.block_manager = block_manager
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.eos_token_ids = eos_token_ids
+        self._pacer = pacer
         self.waiting: deque[Sequence] = deque()  # in order of arrival
         self.running: list[Sequence] = []  # in order of arrival
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
@@ -124,7 +129,7 @@ class Scheduler:
                 seq.num_computed_tokens = num_tokens
                 seq.num_pending_tokens += 1
                 items.append(Scheduled(seq, start, 1, True, seq.num_preemptions))
-        budget = self.max_num_batched_tokens - len(items)
+        budget = self._prompt_budget(len(items), in_prompt)
         for seq in in_prompt:
             if budget and seq.status is Status.RUNNING:
                 items.append(self._take(seq, min(seq.num_uncomputed_tokens, budget)))
@@ -211,6 +216,24 @@ class Scheduler:
         reason = self._finish_reason(seq) if seq.num_completion_tokens else None
         if reason is not None:
             self.finish(seq, reason)
+
+    def _prompt_budget(self, num_decodes: int, in_prompt: list[Sequence]) -> int:
+        """Prompt tokens that this step may take in."""
+        budget = self.max_num_batched_tokens - num_decodes
+        pacer, num_rows = self._pacer, len(self._free_rows)
+        if pacer is None or not (in_prompt or (self.waiting and num_rows)):
+            return budget
+        spread = len(self.waiting) <= num_rows and pacer.may_spread([*in_prompt, *self.waiting]) and self._all_fit()
+        if spread:
+            self.waiting = deque(longest_first(self.waiting))
+        prompts = [*in_prompt, *islice(self.waiting, num_rows)]
+        tokens = pacer.prompt_tokens(num_decodes, prompts, self.running, spread)
+        return budget if tokens is None else min(budget, tokens)
+
+    def _all_fit(self) -> bool:
+        """Whether there is memory for all that wait, as long as they may become."""
+        blocks = self.block_manager
+        return sum(-(-seq.max_len // blocks.block_size) for seq in self.waiting) <= blocks.num_free_blocks
 
     def _take(self, seq: Sequence, num_tokens: int) -> Scheduled:
         start = seq.num_computed_tokens

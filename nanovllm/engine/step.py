@@ -60,6 +60,20 @@ class StepInput:
         return bool((self.token_ids == ON_DEVICE).all())
 
     @property
+    def positions(self) -> np.ndarray:
+        """[T] of the tokens in their sequences."""
+        if len(self.token_ids) == len(self.starts):
+            return self.starts
+        before = np.cumsum(self.lengths, dtype=np.int32) - self.lengths
+        offsets = np.repeat(self.starts - before, self.lengths)
+        return np.arange(len(self.token_ids), dtype=np.int32) + offsets
+
+    @property
+    def last_tokens(self) -> np.ndarray:
+        """Places among the T tokens of those from which a next one is drawn, in order of the sequences."""
+        return (np.cumsum(self.lengths, dtype=np.int32) - 1)[self.samples.astype(bool)]
+
+    @property
     def num_leading_decodes(self) -> int:
         """Sequences before the first with several tokens; the scheduler puts decodes first."""
         several = np.flatnonzero(self.lengths > 1)

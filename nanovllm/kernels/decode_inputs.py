@@ -1,4 +1,4 @@
-"""What a decode step needs of each sequence, gathered from the device's rows in one launch."""
+"""What a graph's step needs of each token, gathered from the device's rows in one launch."""
 
 import torch
 import triton
@@ -7,10 +7,13 @@ import triton.language as tl
 from nanovllm.kernels.reference import DecodeInputs
 
 
-@triton.jit(do_not_specialize=["batch", "table_stride"], do_not_specialize_on_alignment=["rows_ptr", "lens_ptr"])
+@triton.jit(
+    do_not_specialize=["batch", "table_stride"], do_not_specialize_on_alignment=["rows_ptr", "lens_ptr", "given_ptr"]
+)
 def _decode_inputs_kernel(
     rows_ptr,
     lens_ptr,
+    given_ptr,
     last_tokens_ptr,
     tables_ptr,
     temperatures_ptr,
@@ -34,7 +37,9 @@ def _decode_inputs_kernel(
     tl.store(slots_ptr + index, block * BLOCK_SIZE + position % BLOCK_SIZE, mask=mask)
     tl.store(positions_ptr + index, position.to(tl.int64), mask=mask)
     tl.store(rows_out_ptr + index, row, mask=mask)
-    tl.store(token_ids_ptr + index, tl.load(last_tokens_ptr + row, mask=mask, other=0), mask=mask)
+    given = tl.load(given_ptr + index, mask=mask, other=0).to(tl.int64)
+    token_id = tl.where(given < 0, tl.load(last_tokens_ptr + row, mask=mask, other=0), given)
+    tl.store(token_ids_ptr + index, token_id, mask=mask)
     tl.store(temperatures_out_ptr + index, tl.load(temperatures_ptr + row, mask=mask, other=0.0), mask=mask)
     tl.store(seeds_out_ptr + index, tl.load(seeds_ptr + row, mask=mask, other=0), mask=mask)
 
@@ -42,6 +47,7 @@ def _decode_inputs_kernel(
 def decode_inputs(
     rows: torch.Tensor,
     context_lens: torch.Tensor,
+    given: torch.Tensor,
     last_tokens: torch.Tensor,
     block_tables: torch.Tensor,
     temperatures: torch.Tensor,
@@ -63,6 +69,7 @@ def decode_inputs(
     _decode_inputs_kernel[(-(-batch // block),)](
         rows,
         context_lens,
+        given,
         last_tokens,
         block_tables,
         temperatures,

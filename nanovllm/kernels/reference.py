@@ -30,15 +30,17 @@ class DecodeInputs:
 def decode_inputs(
     rows: torch.Tensor,
     context_lens: torch.Tensor,
+    given: torch.Tensor,
     last_tokens: torch.Tensor,
     block_tables: torch.Tensor,
     temperatures: torch.Tensor,
     seeds: torch.Tensor,
     block_size: int,
 ) -> DecodeInputs:
-    """Gather a batch's inputs from the device's rows.
+    """Gather the inputs of a batch's tokens from the device's rows.
 
     rows, context_lens: [batch] int32; lengths include the token that is about to be computed
+    given: [batch] int32, its id; negative: the last one of its row
     last_tokens: [num_rows] int64
     block_tables: [num_rows, max_blocks] int32
     temperatures: [num_rows] float32
@@ -46,7 +48,8 @@ def decode_inputs(
     """
     index, positions = rows.long(), context_lens.long() - 1
     slots = block_tables[index, positions // block_size] * block_size + positions % block_size
-    return DecodeInputs(last_tokens[index], positions, slots.int(), index, temperatures[index], seeds[index])
+    token_ids = torch.where(given < 0, last_tokens[index], given.long())
+    return DecodeInputs(token_ids, positions, slots.int(), index, temperatures[index], seeds[index])
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:

@@ -38,7 +38,7 @@ class TritonAttention:
 
     def __init__(
         self,
-        max_num_seqs: int,
+        max_batch: int,
         num_q_heads: int,
         num_kv_heads: int,
         head_dim: int,
@@ -48,10 +48,10 @@ class TritonAttention:
     ):
         self._overlap_launches = has_dependent_launch(device)
         share = share and None in windows  # a window hides prefixes at different keys for each sequence
-        plan = DecodePlan.create(max_num_seqs, num_q_heads, num_kv_heads, head_dim, device, share)
+        plan = DecodePlan.create(max_batch, num_q_heads, num_kv_heads, head_dim, device, share)
         self.shared: SharedPrefixes[torch.Tensor] | None = None
         if share:
-            self.shared = SharedPrefixes.allocate(max_num_seqs, plan.shared_wave + max_num_seqs, device)
+            self.shared = SharedPrefixes.allocate(max_batch, plan.shared_wave + max_batch, device)
         self._decode_plans = {window: plan.with_window(window) if window else plan for window in windows}
 
     def plan(self, inputs: "StepInput", rows: torch.Tensor, context_lens: torch.Tensor, step: "Step") -> TritonPlan:

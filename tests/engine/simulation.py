@@ -92,9 +92,9 @@ class Device:
 class Simulation:
     """Scheduler, step builder and device; `delay` steps stay in flight before their results reach the scheduler."""
 
-    def __init__(self, num_blocks, block_size, max_num_seqs, max_tokens, caching=True, delay=0):
+    def __init__(self, num_blocks, block_size, max_num_seqs, max_tokens, caching=True, delay=0, pacer=None):
         blocks = BlockManager(num_blocks, block_size, caching)
-        self.scheduler = Scheduler(blocks, max_num_seqs, max_tokens, frozenset({EOS}))
+        self.scheduler = Scheduler(blocks, max_num_seqs, max_tokens, frozenset({EOS}), pacer)
         finder = SharedPrefixFinder(max_num_seqs, max_num_seqs + 3, 16, block_size, 2**40, min_run_saving=1)
         self.builder = StepBuilder(max_num_seqs, frozenset({EOS}), finder)
         self.device = Device(self.scheduler)
@@ -104,11 +104,14 @@ class Simulation:
         self.finished: list[Sequence] = []
         self.batches: list[Batch] = []
 
-    def add(self, prompt: list[int], max_tokens: int, ignore_eos: bool = True) -> Sequence:
+    def add(
+        self, prompt: list[int], max_tokens: int, ignore_eos: bool = True, comes_with_batch: bool = False
+    ) -> Sequence:
         blocks = self.scheduler.block_manager
         max_len = min(len(prompt) + max_tokens, blocks.num_blocks * blocks.block_size + 1)
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=ignore_eos)
         seq = Sequence(len(self.sequences), prompt, params, max_len, seed=0)
+        seq.comes_with_batch = comes_with_batch
         self.sequences.append(seq)
         self.scheduler.add(seq)
         return seq

@@ -1,0 +1,123 @@
+"""Steps as graphs run them, with prompt tokens as decodes of their own, replayed eagerly where there are no graphs."""
+
+from bisect import bisect_left
+
+import numpy as np
+import pytest
+import torch
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.config import Limits
+from nanovllm.engine.graph_runner import GraphRunner, graph_sizes, shared_graph_sizes
+from nanovllm.engine.pacing import Pacer
+from nanovllm.engine.step import ROW_PARAMS, StepInput
+from nanovllm.layers.embed_head import LMHead
+from tests.helpers import random_prompt, save_random_model, save_tokenizer, small_config
+
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=9, ignore_eos=True),
+    SamplingParams(temperature=0.9, seed=5, max_tokens=4, ignore_eos=True),
+    SamplingParams(temperature=0.8, top_k=9, top_p=0.9, seed=1, max_tokens=7, ignore_eos=True),
+    SamplingParams(temperature=0.7, repetition_penalty=1.3, frequency_penalty=0.3, max_tokens=6, ignore_eos=True),
+    SamplingParams(temperature=0, logprobs=2, max_tokens=5, ignore_eos=True, bad_words=["!"]),
+    SamplingParams(temperature=1, n=3, logit_bias={7: 3.0}, max_tokens=8, ignore_eos=True),
+]
+
+
+class Replayed(GraphRunner):
+    """Goes through what a graph would hold each time, and counts the steps."""
+
+    num_replays = 0
+    num_prompt_tokens = 0
+
+    def replay(self, num_tokens, shared):
+        self.num_replays += 1
+        sizes = self._sizes[shared]
+        self._run(sizes[bisect_left(sizes, num_tokens)], shared, self._runner.ops.decode_inputs)
+        return self._tokens[:num_tokens], self._logits[:num_tokens]
+
+    def inputs_for(self, inputs):
+        self.num_prompt_tokens += int((inputs.token_ids >= 0).sum())
+        return super().inputs_for(inputs)
+
+
+@pytest.mark.parametrize(("max_num_seqs", "tokens"), [(1, 1), (1, 300), (5, 5), (5, 7), (256, 300), (512, 16384)])
+def test_sizes_ascend_to_all_sequences_and_to_the_prompt_tokens_beside_them(max_num_seqs, tokens):
+    limits = Limits(max_num_seqs, tokens, 100)
+    sizes = graph_sizes(limits)
+    assert sizes == sorted(set(sizes))
+    assert max_num_seqs in sizes
+    assert sizes[-1] == min(max_num_seqs + 256, tokens)
+    shared = shared_graph_sizes(limits)
+    assert shared == sorted(set(shared))
+    assert set(shared) <= set(sizes)
+    assert shared[-1:] == (sizes[-1:] if max_num_seqs > 1 else [])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    save_random_model(folder, small_config("qwen3", vocab_size=258, head_dim=16, num_hidden_layers=1))
+
+    save_tokenizer(folder)
+    return folder
+
+
+def answers(folder, graphs, chunk):
+    """(outputs, the graphs, batches that share) of prompts of several lengths with several parameters."""
+    common = random_prompt(64, 3)
+    prompts = [random_prompt(n, n) for n in (1, 5, 16, 17, 33)] + [[*common, 9], [*common, 8, 7], common]
+    prompts = [[token % 250 for token in prompt] for prompt in prompts]
+    params = [PARAMS[i % len(PARAMS)] for i in range(len(prompts))]
+    options = {"dtype": "float32", "device": "cpu", "attention_backend": "triton", "kvcache_block_size": 16}
+    with LLM(folder, max_num_seqs=12, max_num_batched_tokens=chunk, num_kvcache_blocks=80, **options) as llm:
+        finder = llm._step_builder._shared_prefixes
+        finder._min_run_saving, finder._min_saved = 1, 1
+        limits = Limits(12, chunk, llm._inputs.max_model_len)
+        if graphs:
+            runner = llm.model_runner
+            with torch.inference_mode():
+                runner.graphs = Replayed(runner, graph_sizes(limits), shared_graph_sizes(limits))
+            llm.scheduler._pacer = Pacer(limits.max_graph_tokens, runner.graphs.max_reread, False)
+        outs = llm.generate(prompts, params, use_tqdm=False)
+        keep = ("token_ids", "completions", "logprobs")
+        return [{name: out.get(name) for name in keep} for out in outs], llm.model_runner.graphs, finder.num_found
+
+
+@pytest.mark.parametrize("chunk", [12, 20, 512])
+def test_graphs_with_prompt_tokens_give_what_eager_steps_give(model, chunk, monkeypatch):
+    # A CPU's weights are packed, and nothing writes through them into a given buffer.
+    monkeypatch.setattr(LMHead, "write_logits", lambda head, hidden, out: out.copy_(head(hidden)))
+    expected, _, _ = answers(model, False, chunk)
+    outs, graphs, num_shared = answers(model, True, chunk)
+    assert outs == expected
+    assert graphs.num_prompt_tokens > 40
+    assert num_shared > 0
+
+
+def test_prompts_that_would_be_read_again_too_often_fit_no_graph(model):
+    with LLM(
+        model, dtype="float32", device="cpu", attention_backend="triton", max_num_seqs=2, num_kvcache_blocks=8
+    ) as llm:
+        with torch.inference_mode():
+            graphs = Replayed(llm.model_runner, [8, 64], [])
+        graphs.max_reread = 100
+
+        def fits(*chunks):  # (start, tokens)
+            starts, lengths = np.array(chunks, dtype=np.int32).T
+            return graphs.fits(
+                StepInput(
+                    rows=np.arange(len(chunks), dtype=np.int32),
+                    starts=starts,
+                    lengths=lengths,
+                    token_ids=np.ones(lengths.sum(), np.int32),
+                    samples=np.ones(len(chunks), np.int32),
+                    table_changes=np.zeros((3, 0), np.int32),
+                    row_params=np.zeros((ROW_PARAMS, 0), np.int32),
+                )
+            )
+
+        assert fits((5000, 1), (9000, 1))  # decodes, whose keys are read once
+        assert fits((20, 5), (0, 2))  # 4 tokens at 22 keys, 1 at 1
+        assert not fits((20, 5), (0, 6))  # and 5 at 3: 103
+        assert not fits((0, 65))
