@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine import scheduler
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.detokenizer import StopChecker
 from nanovllm.engine.draw import Drawer
@@ -170,7 +171,7 @@ def test_fault_between_the_last_token_and_the_end_adds_no_token(llm, reference, 
         assert alone["token_ids"] == expected[: len(alone["token_ids"])]
         for after in (False, True):
             key = llm.add_request([7, 8], params)
-            with raising(monkeypatch, Scheduler, "_finish_reason", len(alone["token_ids"]), Fault, after):
+            with raising(monkeypatch, scheduler, "finish_reason", len(alone["token_ids"]), Fault, after):
                 outs = []
                 with pytest.raises(Fault):
                     drive(llm, outs)
