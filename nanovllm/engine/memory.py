@@ -3,6 +3,7 @@
 import gc
 import logging
 import math
+import mmap
 import os
 import re
 from dataclasses import dataclass
@@ -20,7 +21,6 @@ from nanovllm.models.decoder import DecoderSpec
 logger = logging.getLogger("nanovllm")
 
 GIB = 2**30
-CACHE_LINE = 64  # bytes
 CPU_KV_SHARE = 0.25  # of the available memory
 SLACK = 128 * 2**20  # bytes on a GPU for fragmentation and for kernels that load after the measurement
 
@@ -41,19 +41,14 @@ def allocate_kv_cache(
         if device.type == "cpu":
             return _lazy_zeros(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
         return torch.zeros(shape, dtype=dtype, device=device)
-    except (RuntimeError, MemoryError) as error:  # what torch and numpy raise for memory that they cannot have
+    except (RuntimeError, OSError) as error:  # what torch and the system raise for memory that cannot be had
         gib = (num_blocks + 1) * kv_bytes_per_block(spec, dtype, block_size) / GIB
         raise ValueError(f"no memory for {num_blocks} KV blocks ({gib:.2f} GiB); lower num_kvcache_blocks") from error
 
 
 def _lazy_zeros(num_bytes: int) -> torch.Tensor:
-    """Zeros as the system gives them out, page by page when they are first used; torch would write them all.
-
-    They begin where a cache line does.
-    """
-    buffer = np.zeros(num_bytes + CACHE_LINE, dtype=np.uint8)
-    skipped = -buffer.ctypes.data % CACHE_LINE
-    return torch.from_numpy(buffer)[skipped : skipped + num_bytes]
+    """Zeros that the system gives out page by page when they are first used; `torch.zeros` would write them all."""
+    return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
 
 
 def check_sizes(spec: DecoderSpec, limits: Limits, dtype: torch.dtype, free_bytes: int) -> None:
