@@ -48,7 +48,8 @@ def allocate_kv_cache(
 
 def _lazy_zeros(num_bytes: int) -> torch.Tensor:
     """Zeros that the system gives out page by page when they are first used; `torch.zeros` would write them all."""
-    return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
+    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+    return torch.frombuffer(mmap.mmap(-1, num_bytes, **private), dtype=torch.uint8)
 
 
 def check_sizes(spec: DecoderSpec, limits: Limits, dtype: torch.dtype, free_bytes: int) -> None:
