@@ -1,0 +1,40 @@
+"""What meets in one request or one engine: the parts are tested where they are."""
+
+import pytest
+
+from nanovllm import LLM, SamplingParams
+from tests.helpers import DEVICE, save_random_model, save_tokenizer, small_config
+
+ON = {"device": DEVICE, "dtype": "float32", "kvcache_block_size": 16, "num_kvcache_blocks": 100, "max_num_seqs": 4}
+END = 1
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    save_tokenizer(path)
+    save_random_model(path, small_config("llama", vocab_size=258, eos_token_id=END, max_position_embeddings=256))
+    return path
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["plain", "overlap"])
+def llm(request, folder):
+    with LLM(folder, **ON, overlap=request.param) as engine:
+        yield engine
+        engine.scheduler.block_manager.check_integrity([])
+
+
+def test_abort_of_a_request_whose_first_completion_is_done(llm):
+    """Its id is the first completion's."""
+    for seed in range(100):
+        params = SamplingParams(n=2, seed=seed, max_tokens=60, logit_bias={END: 6.0})
+        seq_id = llm.add_request([5, 6, 7], params)
+        while seq_id in llm._requests:
+            llm.step()
+        if llm._requests:
+            break
+        llm.step_outputs()
+    assert llm.abort(seq_id)
+    assert not llm.abort(seq_id)
+    assert llm.is_finished()
+    assert llm.step_outputs() == []
