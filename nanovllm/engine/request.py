@@ -178,9 +178,14 @@ def stop_checker(tokenizer: Any, params: SamplingParams, stop_tokens: StopTokens
     return StopChecker(detokenizer, params.stop, params.include_stop_str_in_output, may_complete)
 
 
+def bad_word_forms(word: str) -> tuple[str, str]:
+    """At the beginning of a text and after a space."""
+    return word, " " + word
+
+
 def bad_word_ids(tokenizer: Any, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-    """Tokens of each bad word, at the beginning of a text and after a space."""
-    texts = [text for word in params.bad_words for text in (word, " " + word)]
+    """Tokens of each bad word, in all its forms."""
+    texts = [text for word in params.bad_words for text in bad_word_forms(word)]
     ids = [tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts]
     return tuple(dict.fromkeys(word for word in ids if word))
 

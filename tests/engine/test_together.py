@@ -3,7 +3,7 @@
 import pytest
 
 from nanovllm import LLM, SamplingParams
-from tests.helpers import DEVICE, save_random_model, save_tokenizer, small_config
+from tests.helpers import DEVICE, byte_tokenizer, save_random_model, save_tokenizer, small_config
 
 ON = {"device": DEVICE, "dtype": "float32", "kvcache_block_size": 16, "num_kvcache_blocks": 100, "max_num_seqs": 4}
 END = 1
@@ -38,3 +38,24 @@ def test_abort_of_a_request_whose_first_completion_is_done(llm):
     assert not llm.abort(seq_id)
     assert llm.is_finished()
     assert llm.step_outputs() == []
+
+
+def test_bad_words_that_may_leave_none_of_the_allowed_tokens_are_refused(llm):
+    a, b, c = llm.tokenizer.encode("abc", add_special_tokens=False)
+    options = {"allowed_token_ids": [a, b], "bad_words": ["aa", "ab"], "ignore_eos": True}
+    with pytest.raises(ValueError, match=rf"prompt 0: bad_words leave no token of .* to generate after \[{a}\]"):
+        llm.generate([5], SamplingParams(**options, max_tokens=20), use_tqdm=False)
+    for fine in ({"max_tokens": 1}, {"allowed_token_ids": [a, b, c], "max_tokens": 40}):
+        (out,) = llm.generate([5], SamplingParams(**{**options, **fine}), use_tqdm=False)
+        assert set(out["token_ids"]) <= {a, b, c}
+
+
+def test_bad_word_of_which_only_the_form_after_a_space_is_outside_the_vocabulary(tmp_path):
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens([" foo"])
+    tokenizer.save_pretrained(tmp_path)
+    save_random_model(tmp_path, small_config("llama", vocab_size=258))
+    with LLM(tmp_path, **ON) as llm:
+        with pytest.raises(ValueError, match="prompt 0: token id 258 of bad word ' foo' is outside the vocabulary"):
+            llm.generate([5], SamplingParams(bad_words=["foo"]), use_tqdm=False)
+        assert llm.is_finished()
