@@ -59,3 +59,12 @@ def test_bad_word_of_which_only_the_form_after_a_space_is_outside_the_vocabulary
         with pytest.raises(ValueError, match="prompt 0: token id 258 of bad word ' foo' is outside the vocabulary"):
             llm.generate([5], SamplingParams(bad_words=["foo"]), use_tqdm=False)
         assert llm.is_finished()
+
+
+@pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
+def test_more_log_probabilities_than_the_vocabulary_has(tmp_path, name):
+    save_random_model(tmp_path, small_config("llama", vocab_size=12))
+    params = SamplingParams(max_tokens=2, ignore_eos=True, **{name: 20})
+    with LLM(tmp_path, **ON) as llm:
+        (out,) = llm.generate([[5, 6, 7]], params, use_tqdm=False)
+    assert [len(entry or {}) for entry in out[name][-2:]] == [12, 12]
