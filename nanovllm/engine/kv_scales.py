@@ -11,7 +11,7 @@ import torch
 
 from nanovllm.config import Limits
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.step import StepInput
+from nanovllm.engine.step import ROW_PARAMS, StepInput
 from nanovllm.kernels.reference import FP8_MAX
 
 NUM_TOKENS = 512  # that are looked at
@@ -56,5 +56,5 @@ def calibration_step(vocab_size: int, limits: Limits, block_size: int) -> StepIn
         token_ids=np.random.default_rng(0).integers(0, vocab_size, num_tokens, dtype=np.int32),
         samples=np.ones(1, dtype=np.int32),
         table_changes=np.stack([np.zeros_like(columns), columns, columns]),
-        row_params=np.zeros((7, 0), dtype=np.int32),
+        row_params=np.zeros((ROW_PARAMS, 0), dtype=np.int32),
     )
