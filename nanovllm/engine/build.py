@@ -43,6 +43,7 @@ from nanovllm.models.decoder import Build, DecoderForCausalLM, DecoderSpec
 from nanovllm.models.registry import model_spec
 from nanovllm.models.split import rank_spec
 from nanovllm.utils.checkpoint import Checkpoint, open_checkpoint
+from nanovllm.utils.device import made_current
 from nanovllm.utils.loader import cuts, fill_with_random_weights, finish_loading, is_packed, load_weights
 from nanovllm.utils.quantization import Quantization, choose_quantization, quantize_layers
 
@@ -96,6 +97,11 @@ def build_engine_parts(config: Config) -> EngineParts:
     """Open the checkpoint, choose device, dtype and backend, load the model and size the KV pool."""
     if config.tensor_parallel_size > 1:
         check_may_start_workers()
+    with made_current(choose_device(config.device, Ranks(0, config.tensor_parallel_size))):
+        return _build_engine_parts(config)
+
+
+def _build_engine_parts(config: Config) -> EngineParts:
     checkpoint = open_checkpoint(config.model)
     hf_config = checkpoint.config()
     spec = model_spec(hf_config)
