@@ -180,6 +180,8 @@ def build_rank(
     share = config.shared_prefix_attention is not False
     ops, attention = choose_backend(config.attention_backend, device, dtype, held, limits.max_num_seqs, share, kv_dtype)
     if config.shared_prefix_attention and attention.shared is None:
+        if attention.name == "triton":
+            raise ValueError("shared_prefix_attention needs layers without a window, of which this model has none")
         raise ValueError(f"shared_prefix_attention needs attention_backend 'triton', not {attention.name!r}")
     block_size = choose_block_size(config.kvcache_block_size, attention)
     build = Build(dtype, device, ops, attention, limits.max_model_len, ranks)
