@@ -68,3 +68,22 @@ def test_more_log_probabilities_than_the_vocabulary_has(tmp_path, name):
     with LLM(tmp_path, **ON) as llm:
         (out,) = llm.generate([[5, 6, 7]], params, use_tqdm=False)
     assert [len(entry or {}) for entry in out[name][-2:]] == [12, 12]
+
+
+def test_a_stream_has_the_log_probabilities_that_generate_has(llm):
+    """Of several completions, the first brings those of the prompt."""
+    prompts, params = [[5, 6, 7], [9]], SamplingParams(seed=3, n=2, max_tokens=9, logprobs=2, prompt_logprobs=1)
+    outs = llm.generate(prompts, params, use_tqdm=False)
+    streamed = {(i, k): [] for i in range(2) for k in range(2)}
+    of_prompts = {}
+    for new in llm.stream(prompts, params):
+        assert len(new.logprobs) == len(new.token_ids)
+        streamed[new.index, new.completion] += new.logprobs
+        if new.prompt_logprobs is not None:
+            assert of_prompts.setdefault((new.index, new.completion), new.prompt_logprobs) is new.prompt_logprobs
+    for (i, k), entries in streamed.items():
+        expected = outs[i]["completions"][k]["logprobs"]
+        assert [list(entry) for entry in entries] == [list(entry) for entry in expected]
+    assert {place: len(entries) for place, entries in of_prompts.items()} == {(0, 0): 3, (1, 0): 1}
+    assert [list(entry) for entry in of_prompts[0, 0][1:]] == [list(entry) for entry in outs[0]["prompt_logprobs"][1:]]
+    assert all(new.logprobs is None for new in llm.stream([5], SamplingParams(max_tokens=2)))
