@@ -96,6 +96,17 @@ def reference_greedy(model, prompt: list[int], num_tokens: int) -> list[int]:
     return out[0, len(prompt) :].tolist()
 
 
+@torch.inference_mode()
+def reference_choices(model, prompt: list[int], completion: list[int]) -> list[int]:
+    """The token that transformers likes best after `prompt` and each beginning of `completion`, in one pass.
+
+    If these are `completion`, it is transformers' own greedy completion, for models whose logits depend on nothing
+    that comes later (which a rotation that changes with the length does).
+    """
+    logits = model(torch.tensor([prompt + completion[:-1]])).logits[0]
+    return logits[len(prompt) - 1 :].argmax(-1).tolist()
+
+
 def engine_logits(llm, prompt: list[int]) -> torch.Tensor:
     """Logits [len(prompt), vocab_size] of a prompt run in one step, in the engine's first blocks."""
     if llm._long_rope is not None:

@@ -15,13 +15,3 @@ def test_example_prints_prompt_completion_and_speed():
     assert "Completion: The capital of France is Paris." in done.stdout
     assert " tok/s, 1 prompts together" in done.stdout
     assert "attention backend" in done.stderr
-
-
-def test_importing_the_library_starts_nothing():
-    code = (
-        "import sys, threading, nanovllm, torch; "
-        "assert not torch.cuda.is_initialized(); assert threading.active_count() == 1; "
-        "assert 'transformers.models' not in sys.modules; print('ok')"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.stdout.strip() == "ok", done.stderr

@@ -7,11 +7,12 @@ import signal
 import numpy as np
 import pytest
 
+import nanovllm.ray
 from nanovllm import LLM, SamplingParams
 from nanovllm.cli.generate import Defaults, Feed
 from nanovllm.cli.main import main
 from nanovllm.cli.records import Line
-from nanovllm.ray import CHUNK, BatchGenerator, RayFeed, plain
+from nanovllm.ray import BatchGenerator, RayFeed, plain
 
 ray = pytest.importorskip("ray", reason="needs the extra 'ray'")
 
@@ -20,6 +21,7 @@ ray = pytest.importorskip("ray", reason="needs the extra 'ray'")
 def cluster():
     """Two CPUs, so two replicas; workers find the package and the tests where this process does."""
     env = {"env_vars": {"PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])}}
+    os.environ.setdefault("RAY_worker_niceness", "0")  # its own 15 lets whatever else runs here go first
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR", runtime_env=env)
     yield
     ray.shutdown()
@@ -31,9 +33,11 @@ def lines_of(count, **fields):
     ]
 
 
-def test_a_killed_replica_costs_no_line_and_doubles_none(tiny):
+def test_a_killed_replica_costs_no_line_and_doubles_none(tiny, monkeypatch):
     """The lines out are those of one engine, draws included, in order."""
-    lines = lines_of(30 * CHUNK)
+    chunk = 16
+    monkeypatch.setattr(nanovllm.ray, "CHUNK", chunk)
+    lines = lines_of(30 * chunk)
     defaults = Defaults({"max_tokens": 6, "temperature": 1.0})
     feed = RayFeed(tiny, {"device": "cpu", "max_num_seqs": 8}, defaults, lines, ordered=True, replicas=2)
     pids = ray.get([replica.pid.remote() for replica in feed.actors])
@@ -43,7 +47,7 @@ def test_a_killed_replica_costs_no_line_and_doubles_none(tiny):
     for result in feed:
         if result is not None:
             results.append(result)
-            if len(results) == 5 * CHUNK:
+            if len(results) == 5 * chunk:
                 os.kill(pids.pop(), signal.SIGKILL)
     assert len(pids) == 1
     feed.close()

@@ -1,5 +1,7 @@
 """Incremental text equals one-shot text; stop strings are found across tokens and never shown in part."""
 
+from functools import cache
+
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -73,6 +75,7 @@ def test_any_bytes_in_any_steps_give_the_one_shot_text(data, steps):
     assert text + detokenizer.flush() == decode(ids)
 
 
+@cache
 def byte_ids():
     from tokenizers.pre_tokenizers import ByteLevel
 

@@ -60,9 +60,9 @@ def test_nothing_that_reorders_the_work_changes_a_token(qwen, backend):
 @GPU_ONLY
 def test_triton_gives_the_tokens_of_torch_in_the_interpreter(tmp_path, monkeypatch):
     save_random_model(tmp_path, small_config("qwen3", num_hidden_layers=1))
-    prefix = random_prompt(352, 1)
+    prefix = random_prompt(144, 1)
     prompts = [[*prefix, i] for i in range(4)] + [random_prompt(20, 2), [5]]
-    options = {"max_num_batched_tokens": 512, "max_num_seqs": 6, "device": "cpu"}
+    options = {"max_num_batched_tokens": 192, "max_num_seqs": 6, "device": "cpu"}
     expected, _ = run(tmp_path, prompts, 4, **options)
     launches = count_shared_passes(monkeypatch)
     assert run(tmp_path, prompts, 4, attention_backend="triton", **options)[0] == expected

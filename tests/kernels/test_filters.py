@@ -7,11 +7,14 @@ from nanovllm.kernels.filters import filter_bounds
 from nanovllm.kernels.sampling import filtered_sample
 from nanovllm.layers import sampler
 from nanovllm.layers.sampler import Filters, apply_filters
-from tests.kernels.test_sampling import DEVICE, DRAWS, Z, chi_square_z, int64
+from tests.cases import in_pairs
+from tests.kernels.test_sampling import DEVICE, DRAWS, FEW, Z, chi_square_z, int64
 from tests.layers.test_sampler import reference_distribution
 
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-TILES = pytest.mark.parametrize("options", [{}, {"tile": 64, "depth": 3, "num_warps": 4}], ids=["whole", "tiles"])
+DTYPES = [torch.float32, torch.bfloat16]
+OPTIONS = [{}, {"tile": 64, "depth": 3, "num_warps": 4}]
+TILES = pytest.mark.parametrize("options", OPTIONS, ids=["whole", "tiles"])
+WIDE = [pytest.param(columns, marks=pytest.mark.gpu) for columns in (1000, 2048)]
 
 
 def make_filters(*rows):
@@ -47,9 +50,7 @@ def kept_in_float64(logits, filters):
     return torch.zeros_like(inside).scatter_(1, order, inside)
 
 
-@DTYPES
-@pytest.mark.parametrize("columns", [151_936, 151_669])
-@pytest.mark.parametrize("spread", [0.3, 2.0])
+@pytest.mark.parametrize(("dtype", "columns", "spread"), in_pairs(DTYPES, [151_936, 151_669], [0.3, 2.0]))
 def test_whole_vocabularies_are_right_to_the_token(dtype, columns, spread):
     logits = (torch.randn(4, columns, generator=torch.Generator().manual_seed(0)) * spread).to(DEVICE, dtype)
     filters = make_filters((0.6, 50, 0.95, 0.0), (0.6, 0, 0.95, 0.0), (0.6, 20_000, 1.0, 0.0), (0.6, 0, 0.9, 0.01))
@@ -57,9 +58,7 @@ def test_whole_vocabularies_are_right_to_the_token(dtype, columns, spread):
     assert wrong.max() <= 1  # where a sum of thousands of probabilities comes within its rounding of top_p
 
 
-@DTYPES
-@TILES
-@pytest.mark.parametrize("columns", [5, 97, 1000, 2048])
+@pytest.mark.parametrize(("dtype", "options", "columns"), in_pairs(DTYPES, OPTIONS, [5, 97, 520, *WIDE]))
 def test_rows_with_filters_of_their_own_keep_what_the_reference_keeps(dtype, options, columns):
     generator = torch.Generator().manual_seed(columns)
     logits = (torch.randn(15, columns, generator=generator) * 3).to(DEVICE, dtype)
@@ -173,9 +172,9 @@ def test_draws_follow_the_filtered_distribution(case):
     assert int(observed[ids].sum()) == DRAWS
     probabilities = torch.tensor([expected[i] for i in ids], dtype=torch.float64)
     assert abs(chi_square_z(observed[ids], probabilities * DRAWS)) < Z
-    few = make_filters(*[case] * 60)
-    drawn = filtered_sample(logits.repeat(60, 1), few, seeds[:60], positions[:60])
-    assert (drawn == tokens[:60]).float().mean() > 0.98
+    few = make_filters(*[case] * FEW)
+    drawn = filtered_sample(logits.repeat(FEW, 1), few, seeds[:FEW], positions[:FEW])
+    assert (drawn == tokens[:FEW]).float().mean() > 0.98
 
 
 @pytest.mark.gpu

@@ -7,6 +7,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 from nanovllm.kernels import reference
 from nanovllm.kernels.norm_rope_store import norm_rope_store
 from nanovllm.kernels.reference import FP8
+from tests.cases import in_pairs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -70,10 +71,9 @@ def check(function, case, expected, tolerance):
     assert torch.equal(case[8].nan_to_num(7.0), expected[2].nan_to_num(7.0))  # v is moved, not computed
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("norm", [True, False])
 @pytest.mark.parametrize(
-    ("num_q_heads", "num_kv_heads", "head_dim"), [(16, 8, 128), (9, 3, 64), (12, 4, 80), (3, 1, 96), (2, 2, 256)]
+    ("dtype", "norm", "num_q_heads", "num_kv_heads", "head_dim"),
+    in_pairs(DTYPES, [True, False], [(16, 8, 128), (9, 3, 64), (12, 4, 80), (3, 1, 96), (2, 2, 256)]),
 )
 def test_kernel_and_reference(num_q_heads, num_kv_heads, head_dim, norm, dtype):
     case = make_case(11, num_q_heads, num_kv_heads, head_dim, dtype, norm)
@@ -121,9 +121,10 @@ def make_float8_case(num_tokens, num_q_heads, num_kv_heads, head_dim, dtype, nor
     return [*case, scales.view(2, num_kv_heads)]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("norm", [True, False])
-@pytest.mark.parametrize(("num_q_heads", "num_kv_heads", "head_dim"), [(16, 8, 128), (9, 3, 64), (12, 4, 80)])
+@pytest.mark.parametrize(
+    ("dtype", "norm", "num_q_heads", "num_kv_heads", "head_dim"),
+    in_pairs(DTYPES, [True, False], [(16, 8, 128), (9, 3, 64), (12, 4, 80)]),
+)
 def test_float8_caches_hold_what_the_others_would_divided_by_the_scales(
     num_q_heads, num_kv_heads, head_dim, norm, dtype
 ):

@@ -12,6 +12,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 BOTH = pytest.mark.parametrize("function", [gumbel_sample, reference.gumbel_sample])
 DRAWS = 20_000
+FEW = 60 if DEVICE == "cuda" else 12  # of them that the kernel repeats
 Z = 4.5  # standard deviations allowed: seeds are fixed, so a pass stays a pass
 
 
@@ -121,7 +122,7 @@ def test_draw_does_not_depend_on_the_batch(function):
 
 @pytest.mark.parametrize("splits", [1, 5, 300])
 def test_kernel_result_does_not_depend_on_the_splits(splits):
-    rows = make_rows(2, 2000)
+    rows = make_rows(2, 700)
     assert torch.equal(gumbel_sample(*rows, block=16, target_programs=2 * splits), gumbel_sample(*rows))
 
 
@@ -137,9 +138,9 @@ def test_draws_follow_softmax(varying, temperature):
     tokens = plain_scores(logits.expand(DRAWS, -1), temperatures, seeds, positions).argmax(1)
     observed = tokens.bincount(minlength=10).double()
     assert abs(chi_square_z(observed, (logits / temperature).softmax(0).double() * DRAWS)) < Z
-    few = (logits.expand(100, -1), temperatures[:100], seeds[:100], positions[:100])
+    few = (logits.expand(FEW, -1), temperatures[:FEW], seeds[:FEW], positions[:FEW])
     for function in (gumbel_sample, reference.gumbel_sample):
-        assert (function(*few) == tokens[:100]).float().mean() > 0.98
+        assert (function(*few) == tokens[:FEW]).float().mean() > 0.98
 
 
 @pytest.mark.parametrize("lag", [1, 2, 16, 256])

@@ -86,9 +86,9 @@ def test_rows_are_filtered_alike_in_one_chunk_or_several(monkeypatch):
     assert torch.equal(apply_filters(logits, mixed), whole)
 
 
-@pytest.mark.parametrize("case", [(0.9, 0, 0.9, 0.0), (1.2, 5, 1.0, 0.0), (0.8, 0, 1.0, 0.1), (1.1, 6, 0.9, 0.05)])
+@pytest.mark.parametrize("case", [(0.8, 0, 1.0, 0.1), (1.1, 6, 0.9, 0.05)])
 def test_draws_follow_the_filtered_distribution(case):
-    """Chi-square over 20,000 draws of 8 tokens, some of which the filters rule out."""
+    """Chi-square over 20,000 draws of 8 tokens, some of which the filters rule out; more in kernels/test_filters.py."""
     logits = torch.tensor([2.0, 1.0, 0.5, 0.0, -0.5, -1.0, 3.0, 1.5])
     n = 20_000
     temperature = torch.full((n,), case[0])

@@ -337,13 +337,10 @@ def test_other_files(tmp_path):
         GGUFCheckpoint(other)
 
 
-def test_default_model_answers():
+def test_default_model():
+    """What it answers is in tests/models/test_smollm2.py."""
     checkpoint = GGUFCheckpoint(default_model_path())
     config = checkpoint.config()
     assert (config.vocab_size, config.num_hidden_layers, config.hidden_size, config.head_dim) == (49152, 30, 576, 64)
     assert (config.tie_word_embeddings, config.max_position_embeddings) == (True, 8192)
     assert (len(checkpoint.names()), checkpoint.eos_token_ids()) == (272, [2])
-    tokenizer = checkpoint.tokenizer()
-    ids = tokenizer("The capital of France is", return_tensors="pt").input_ids
-    output = model_of(checkpoint).generate(ids, max_new_tokens=2, do_sample=False)
-    assert tokenizer.decode(output[0]) == "The capital of France is Paris."
