@@ -57,7 +57,7 @@ class SamplingParams:
         regex: the completion matches this expression (of Rust's `regex`), as a whole.
         choice: the completion is one of these strings.
         grammar: the completion is a sentence of this Lark grammar (llguidance's dialect).
-        detokenize: make `text`; False leaves it None.
+        detokenize: make `text`, and the texts of tokens in `logprobs`; False leaves them None.
         skip_special_tokens: leave special tokens out of `text`.
 
     Raises:

@@ -120,7 +120,8 @@ class Request:
 
     def _with_tokens(self, entry: dict[int, float]) -> dict[int, Output]:
         """{id: {"logprob", "token"}}, the drawn token first, then the most likely ones in order."""
-        decode = self._tokenizer.decode if self._tokenizer is not None else lambda ids: None
+        with_text = self._tokenizer is not None and self.params.detokenize
+        decode = self._tokenizer.decode if with_text else lambda ids: None
         return {token_id: {"logprob": value, "token": decode([token_id])} for token_id, value in entry.items()}
 
     def _increment(self, index: int, i: int, seq: Sequence) -> StreamOutput | None:

@@ -87,3 +87,13 @@ def test_a_stream_has_the_log_probabilities_that_generate_has(llm):
     assert {place: len(entries) for place, entries in of_prompts.items()} == {(0, 0): 3, (1, 0): 1}
     assert [list(entry) for entry in of_prompts[0, 0][1:]] == [list(entry) for entry in outs[0]["prompt_logprobs"][1:]]
     assert all(new.logprobs is None for new in llm.stream([5], SamplingParams(max_tokens=2)))
+
+
+def test_scores_need_no_texts(llm, monkeypatch):
+    """They fail with no tokenizer's decoder, and take no time for it."""
+    expected = llm.score([[5, 6], [7, 8, 9]], use_tqdm=False)
+    monkeypatch.setattr(llm.tokenizer, "decode", lambda *args, **options: 1 / 0)
+    assert llm.score([[5, 6], [7, 8, 9]], use_tqdm=False) == expected
+    params = SamplingParams(max_tokens=1, logprobs=1, detokenize=False, ignore_eos=True)
+    (out,) = llm.generate([5], params, use_tqdm=False)
+    assert {value["token"] for value in out["logprobs"][0].values()} == {None}
