@@ -38,7 +38,8 @@ class SamplingParams:
         logit_bias: {token id: -100 to 100}, added to the logits.
         allowed_token_ids: draw from these ids only; None is off.
         bad_words: strings that the completion never spells in the tokenizer's own tokens for them, alone or after a
-            space: the last token of one is ruled out where the others have just been generated.
+            space: the last token of one is ruled out where the others have just been generated. Refused where no token
+            might be left.
         stop: a string or strings that end the completion when they appear in its text.
         stop_token_ids: ids that end the completion.
         include_stop_str_in_output: leave the stop string in `text`.
@@ -56,7 +57,7 @@ class SamplingParams:
         regex: the completion matches this expression (of Rust's `regex`), as a whole.
         choice: the completion is one of these strings.
         grammar: the completion is a sentence of this Lark grammar (llguidance's dialect).
-        detokenize: make `text`; False leaves it None.
+        detokenize: make `text`, and the texts of tokens in `logprobs`; False leaves them None.
         skip_special_tokens: leave special tokens out of `text`.
 
     Raises:

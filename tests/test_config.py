@@ -106,3 +106,18 @@ def test_device_that_is_not_there_is_an_error(monkeypatch):
         choose_device("meta", Ranks())
     with pytest.raises(ValueError, match="device 'warp' is not known to torch"):
         choose_device("warp", Ranks())
+
+
+def test_gpus_have_numbers(monkeypatch):
+    """A device without one is this thread's current GPU; several ranks begin at the first."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    assert choose_device("cuda", Ranks()) == choose_device("auto", Ranks()) == torch.device("cuda:2")
+    assert choose_device("cuda:1", Ranks()) == torch.device("cuda:1")
+    assert [choose_device("cuda", Ranks(rank, 2)).index for rank in (0, 1)] == [0, 1]
+    assert choose_device("cuda:1", Ranks(1, 2)) == torch.device("cuda:2")
+    with pytest.raises(ValueError, match="device 'cuda:3' was asked for, but torch sees 3 GPUs"):
+        choose_device("cuda:3", Ranks())
+    with pytest.raises(ValueError, match="tensor_parallel_size 2 needs as many GPUs from cuda:2 on, torch sees 3"):
+        choose_device("cuda:2", Ranks(0, 2))

@@ -112,7 +112,7 @@ def check_output(llm, out, params):
         if completion["finish_reason"] == "length":
             limits = [WINDOW - len(out["prompt_token_ids"]), params.max_tokens or WINDOW]
             assert len(ids) == min(limits)
-        if params.allowed_token_ids and not params.min_tokens:
+        if params.allowed_token_ids:
             assert set(ids) <= set(params.allowed_token_ids)
         if isinstance(completion["stop_reason"], str):
             assert completion["text"].endswith(completion["stop_reason"]) == params.include_stop_str_in_output

@@ -20,6 +20,7 @@ from nanovllm.config import Config
 from nanovllm.utils.default_model import default_model_path
 
 ENGINE_ONLY = {f.name for f in fields(Config)}  # `--seed` is the engine's: one seed for every line would draw alike
+UNSEEN = {"n", "detokenize", "logprobs", "prompt_logprobs"}  # what a talk in the terminal cannot show
 CHAT_TOKENS = 1024
 
 GENERATE = """\
@@ -92,7 +93,8 @@ def build_parser() -> argparse.ArgumentParser:
     for command in (batch, talk):
         command.add_argument("--model", help="folder, .gguf file or Hub id (default: SmolLM2-135M-Instruct)")
         command.add_argument("--chat-template-kwargs", type=json_value, default={}, metavar="JSON")
-        add_options(command, "sampling options", SamplingParams, skip=ENGINE_ONLY)
+        skip = ENGINE_ONLY | UNSEEN if command is talk else ENGINE_ONLY
+        add_options(command, "sampling options", SamplingParams, skip)
         add_options(command, "engine options", Config, skip={"model"})
     commands.add_parser("bench", help="measure throughput on fixed workloads", add_help=False)
     return parser

@@ -133,4 +133,5 @@ def _token(entry: dict[int, Fields], top: int) -> Fields:
 
 
 def _token_fields(item: Fields) -> dict[str, Any]:
-    return {"token": item["token"], "logprob": item["logprob"], "bytes": list(item["token"].encode())}
+    text = item["token"]  # None without detokenize
+    return {"token": text, "logprob": item["logprob"], "bytes": None if text is None else list(text.encode())}

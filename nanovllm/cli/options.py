@@ -41,7 +41,8 @@ def argument_form(hint: Any) -> dict[str, Any]:
     if members == {bool}:
         return {"action": argparse.BooleanOptionalAction}
     if str in members and len(members) > 1:
-        return {"action": "append", "metavar": "TEXT"}
+        several = any(typing.get_origin(member) is list for member in members)
+        return {"action": "append", "metavar": "TEXT"} if several else {"metavar": "TEXT"}
     if len(members) == 1 and (kind := next(iter(members))) in METAVARS:
         return {"type": none_or(kind) if optional and kind is not str else kind, "metavar": METAVARS[kind]}
     return {"type": json_value, "metavar": "JSON"}

@@ -44,6 +44,7 @@ from nanovllm.models.decoder import Build, DecoderForCausalLM, DecoderSpec
 from nanovllm.models.registry import model_spec
 from nanovllm.models.split import rank_spec
 from nanovllm.utils.checkpoint import Checkpoint, open_checkpoint
+from nanovllm.utils.device import made_current
 from nanovllm.utils.loader import cuts, fill_with_random_weights, finish_loading, is_packed, load_weights
 from nanovllm.utils.quantization import Quantization, choose_quantization, quantize_layers
 
@@ -97,6 +98,11 @@ def build_engine_parts(config: Config) -> EngineParts:
     """Open the checkpoint, choose device, dtype and backend, load the model and size the KV pool."""
     if config.tensor_parallel_size > 1:
         check_may_start_workers()
+    with made_current(choose_device(config.device, Ranks(0, config.tensor_parallel_size))):
+        return _build_engine_parts(config)
+
+
+def _build_engine_parts(config: Config) -> EngineParts:
     checkpoint = open_checkpoint(config.model)
     hf_config = checkpoint.config()
     spec = model_spec(hf_config)
@@ -176,6 +182,8 @@ def build_rank(
     share = config.shared_prefix_attention is not False
     ops, attention = choose_backend(config.attention_backend, device, dtype, held, limits, share, kv_dtype)
     if config.shared_prefix_attention and attention.shared is None:
+        if attention.name == "triton":
+            raise ValueError("shared_prefix_attention needs layers without a window, of which this model has none")
         raise ValueError(f"shared_prefix_attention needs attention_backend 'triton', not {attention.name!r}")
     block_size = choose_block_size(config.kvcache_block_size, attention)
     build = Build(dtype, device, ops, attention, limits.max_model_len, ranks)

@@ -26,15 +26,18 @@ FP8_CAPABILITY = (8, 9)  # of GPUs that convert float8 (Ada, Hopper and later)
 def choose_device(name: str, ranks: Ranks) -> torch.device:
     """Where a rank runs: of several on GPUs, each has the one after the rank's before."""
     device = _named_device(name)
-    if ranks.size == 1 or device.type == "cpu":
+    if device.type == "cpu":
         return device
-    first = device.index or 0
-    if first + ranks.size > torch.cuda.device_count():
+    if device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device() if ranks.size == 1 else 0)
+    seen = torch.cuda.device_count()
+    if ranks.size > 1 and device.index + ranks.size > seen:
         raise ValueError(
-            f"tensor_parallel_size {ranks.size} needs as many GPUs from {device} on, torch sees "
-            f"{torch.cuda.device_count()} in all"
+            f"tensor_parallel_size {ranks.size} needs as many GPUs from {device} on, torch sees {seen} in all"
         )
-    return torch.device("cuda", first + ranks.rank)
+    if device.index >= seen:
+        raise ValueError(f"device {name!r} was asked for, but torch sees {seen} GPUs, the first of which is cuda:0")
+    return torch.device("cuda", device.index + ranks.rank)
 
 
 def _named_device(name: str) -> torch.device:

@@ -20,6 +20,7 @@ import torch
 from nanovllm.config import Limits
 from nanovllm.engine.step import ON_DEVICE, Step, StepInput
 from nanovllm.kernels.reference import DecodeInputs
+from nanovllm.utils.device import capture_stream
 
 if TYPE_CHECKING:
     from nanovllm.engine.model_runner import ModelRunner
@@ -90,11 +91,12 @@ class GraphRunner:
         pool, decode_inputs = None, self._runner.ops.decode_inputs
         # NCCL's watchdog is a thread that looks at events of its own all the time, which would break off the capture.
         mode = "global" if self._runner.model.ranks.size == 1 else "thread_local"
+        stream = capture_stream(self._runner.device)
         for size, shared in self._keys:
             self._graphs[size, shared] = graph = torch.cuda.CUDAGraph()
             self._run(size, shared, decode_inputs)  # what is compiled or initialised must be so outside of the capture
             torch.cuda.synchronize(self._runner.device)
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode=mode):
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=mode):
                 self._run(size, shared, decode_inputs)
             pool = graph.pool()
 

@@ -7,8 +7,9 @@ from numbers import Integral
 from operator import countOf
 from typing import Any
 
+from nanovllm.engine.dead_ends import dead_end
 from nanovllm.engine.grammar import GrammarCompiler
-from nanovllm.engine.request import bad_word_ids
+from nanovllm.engine.request import bad_word_forms, bad_word_ids
 from nanovllm.engine.step import int32_array
 from nanovllm.sampling_params import SamplingParams
 
@@ -91,27 +92,29 @@ class InputProcessor:
         return params
 
     def _check_some_token_is_left(self, params: SamplingParams, name: str) -> None:
-        """As far as is known now: a bad word of several tokens rules its last one out only after the others."""
         ends = self.eos_token_ids.union(params.stop_token_ids) if params.min_tokens else frozenset()
         most_banned = len(ends) + 2 * len(params.bad_words)
         if params.allowed_token_ids is None and most_banned < self.vocab_size:
             return
-        banned = ends.union(word[0] for word in bad_word_ids(self.tokenizer, params) if len(word) == 1)
         allowed = range(self.vocab_size) if params.allowed_token_ids is None else params.allowed_token_ids
-        if banned.issuperset(allowed):
+        words = bad_word_ids(self.tokenizer, params)
+        way = dead_end(words, allowed, ends, params.min_tokens, params.max_tokens)
+        if way is not None:
             what = "the vocabulary" if params.allowed_token_ids is None else f"allowed_token_ids {list(allowed)[:8]}"
             causes = {"bad_words": params.bad_words, f"min_tokens {params.min_tokens}": ends}
             named = " and ".join(cause for cause, given in causes.items() if given)
-            raise ValueError(f"{name}: {named} leave no token of {what} to generate")
+            after = f" after {list(way)}" if way else ""
+            raise ValueError(f"{name}: {named} leave no token of {what} to generate{after}")
 
     def _check_bad_words(self, words: Seq[str], name: str) -> None:
         if self.tokenizer is None:
             raise ValueError(f"{name}: the model came without a tokenizer, so bad_words have no tokens")
         for word in words:
-            ids = self._tokenize(word, name, add_special_tokens=False)
-            wrong = next((i for i in ids if i >= self.vocab_size), None)
-            if wrong is not None:
-                raise ValueError(f"{name}: token id {wrong} of bad word {word!r} is outside the vocabulary")
+            for text in bad_word_forms(word):
+                ids = self._tokenize(text, name, add_special_tokens=False)
+                wrong = next((i for i in ids if i >= self.vocab_size), None)
+                if wrong is not None:
+                    raise ValueError(f"{name}: token id {wrong} of bad word {text!r} is outside the vocabulary")
 
     def chat(self, conversation: Any, name: str, template_kwargs: Mapping[str, Any]) -> list[int]:
         """Token ids of a conversation in the model's own format."""

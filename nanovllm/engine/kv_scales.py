@@ -6,12 +6,14 @@ keys and values look like is seen on a fixed sequence of tokens, whatever the re
 scales; a power of two rounds nothing by itself. What is larger yet saturates.
 """
 
+from collections.abc import Iterator
+
 import numpy as np
 import torch
 
 from nanovllm.config import Limits
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.step import StepInput
+from nanovllm.engine.step import ROW_PARAMS, StepInput
 from nanovllm.kernels.reference import FP8_MAX
 
 NUM_TOKENS = 512  # that are looked at
@@ -26,9 +28,9 @@ def measure_kv_scales(runner: ModelRunner, limits: Limits) -> torch.Tensor:
         runner: with a KV cache in the model's dtype of `calibration_blocks` blocks.
         limits: what the pass has to keep to.
     """
-    inputs = calibration_step(runner.model.spec.vocab_size, limits, runner.block_size)
-    runner.launch(inputs).token_ids()
-    blocks = runner.kv_cache[:, :, : inputs.table_changes.shape[1]]  # the rest of the last one is zero
+    for inputs in calibration_steps(runner.model.spec.vocab_size, limits, runner.block_size):
+        runner.launch(inputs).token_ids()
+    blocks = runner.kv_cache[:, :, : calibration_blocks(limits, runner.block_size)]  # the rest of the last one is zero
     return power_of_two_scales(blocks.abs().amax(dim=(2, 3, 5)).float())
 
 
@@ -43,18 +45,22 @@ def calibration_blocks(limits: Limits, block_size: int) -> int:
 
 
 def _num_tokens(limits: Limits) -> int:
-    return min(NUM_TOKENS, limits.max_model_len - 1, limits.max_num_batched_tokens)
+    return min(NUM_TOKENS, limits.max_model_len - 1)
 
 
-def calibration_step(vocab_size: int, limits: Limits, block_size: int) -> StepInput:
-    """One sequence of tokens drawn from the whole vocabulary, in the first blocks."""
+def calibration_steps(vocab_size: int, limits: Limits, block_size: int) -> Iterator[StepInput]:
+    """One sequence of tokens drawn from the whole vocabulary, in the first blocks; in chunks, if steps are short."""
     num_tokens, columns = _num_tokens(limits), np.arange(calibration_blocks(limits, block_size), dtype=np.int32)
-    return StepInput(
-        rows=np.zeros(1, dtype=np.int32),
-        starts=np.zeros(1, dtype=np.int32),
-        lengths=np.array([num_tokens], dtype=np.int32),
-        token_ids=np.random.default_rng(0).integers(0, vocab_size, num_tokens, dtype=np.int32),
-        samples=np.ones(1, dtype=np.int32),
-        table_changes=np.stack([np.zeros_like(columns), columns, columns]),
-        row_params=np.zeros((7, 0), dtype=np.int32),
-    )
+    token_ids = np.random.default_rng(0).integers(0, vocab_size, num_tokens, dtype=np.int32)
+    table_changes = np.stack([np.zeros_like(columns), columns, columns])
+    for start in range(0, num_tokens, limits.max_num_batched_tokens):
+        chunk = token_ids[start : start + limits.max_num_batched_tokens]
+        yield StepInput(
+            rows=np.zeros(1, dtype=np.int32),
+            starts=np.array([start], dtype=np.int32),
+            lengths=np.array([len(chunk)], dtype=np.int32),
+            token_ids=chunk,
+            samples=np.ones(1, dtype=np.int32),
+            table_changes=table_changes,
+            row_params=np.zeros((ROW_PARAMS, 0), dtype=np.int32),
+        )

@@ -79,8 +79,9 @@ class LLMEngine(EngineLoop):
             TypeError, ValueError: `seq_id` is no id.
         """
         with self._open():
-            request = self._requests.get(checked_int("seq_id", seq_id, 0))
-            if request is None or request.request_id != seq_id:
+            wanted = checked_int("seq_id", seq_id, 0)  # the id of a completion that may be done, when others are not
+            request = next((other for other in self._requests.values() if other.request_id == wanted), None)
+            if request is None:
                 return False
             self._abandoned.append(request)
             self._abort_abandoned()

@@ -21,6 +21,7 @@ from nanovllm.kernels.shared_prefixes import SharedPrefixes
 from nanovllm.layers.attention import AttentionBackend
 from nanovllm.layers.ops import Ops
 from nanovllm.models.decoder import DecoderForCausalLM
+from nanovllm.utils.device import made_current
 
 
 @dataclass(frozen=True)
@@ -101,8 +102,9 @@ class ModelRunner:
     @torch.inference_mode()
     def capture_graphs(self, sizes: list[int], shared_sizes: list[int]) -> None:
         """Record steps of so many tokens (`GraphRunner`); `launch` replays the smallest that fits a step."""
-        self.graphs = GraphRunner(self, sizes, shared_sizes)
-        self.graphs.capture()
+        with made_current(self.device):
+            self.graphs = GraphRunner(self, sizes, shared_sizes)
+            self.graphs.capture()
 
     def drop_graphs(self) -> None:
         """Graphs and runner refer to each other; after this, dropping the runner frees its memory at once."""
@@ -112,7 +114,11 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, inputs: StepInput) -> StepResult:
-        """Start a step. On a GPU the work is queued on the current stream and this returns at once."""
+        """Start a step. On a GPU the work is queued on its current stream and this returns at once."""
+        with made_current(self.device):
+            return self._launch(inputs)
+
+    def _launch(self, inputs: StepInput) -> StepResult:
         if self._staging is not None:
             self._staging.begin()
         if inputs.table_changes.size or inputs.row_params.size:

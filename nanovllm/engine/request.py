@@ -24,6 +24,8 @@ class StreamOutput:
         token_ids: new token ids.
         finished: nothing follows for this completion.
         finish_reason, stop_reason: as in `generate`'s output, once finished.
+        logprobs: of the new ids, as in `generate`'s output, where asked for.
+        prompt_logprobs: likewise, in the first output of a prompt's first completion.
     """
 
     index: int
@@ -33,6 +35,8 @@ class StreamOutput:
     finished: bool
     finish_reason: str | None
     stop_reason: str | int | None
+    logprobs: list[dict[int, Output]] | None = None
+    prompt_logprobs: list[dict[int, Output] | None] | None = None
 
 
 class Request:
@@ -110,12 +114,14 @@ class Request:
             seq.fail(error)
             return None
 
-    def _logprobs(self, seq: Sequence) -> list[dict[int, Output]] | None:
-        return None if self.params.logprobs is None else [self._with_tokens(entry) for entry in seq.logprobs]
+    def _logprobs(self, seq: Sequence, start: int = 0) -> list[dict[int, Output]] | None:
+        """Of the completion's tokens from `start` on."""
+        return None if self.params.logprobs is None else [self._with_tokens(entry) for entry in seq.logprobs[start:]]
 
     def _with_tokens(self, entry: dict[int, float]) -> dict[int, Output]:
         """{id: {"logprob", "token"}}, the drawn token first, then the most likely ones in order."""
-        decode = self._tokenizer.decode if self._tokenizer is not None else lambda ids: None
+        with_text = self._tokenizer is not None and self.params.detokenize
+        decode = self._tokenizer.decode if with_text else lambda ids: None
         return {token_id: {"logprob": value, "token": decode([token_id])} for token_id, value in entry.items()}
 
     def _increment(self, index: int, i: int, seq: Sequence) -> StreamOutput | None:
@@ -124,14 +130,19 @@ class Request:
         if sent < 0 or (seq.num_completion_tokens == sent and not finished):
             return None
         new_ids = seq.completion_ids_from(sent)
-        text = ""
-        if self._streams and self.params.detokenize and seq.error is None:
+        text, logprobs = "", None
+        if seq.error is None:
             try:
-                text = self._streams[i].advance(finished)
+                if self._streams and self.params.detokenize:
+                    text = self._streams[i].advance(finished)
+                logprobs = self._logprobs(seq, sent)
             except Exception as error:  # as above; told with the sequence's end, which is its next token at the latest
                 seq.fail(error)
+        scored = self.params.prompt_logprobs is not None and i == sent == 0
+        prompt_logprobs = self._prompt_logprobs(seq) if scored else None
         seq.num_streamed_tokens = -1 if finished else sent + len(new_ids)  # -1: the end has been told
-        return StreamOutput(index, i, text, new_ids, finished, seq.finish_reason, seq.stop_reason)
+        ends = (finished, seq.finish_reason, seq.stop_reason)
+        return StreamOutput(index, i, text, new_ids, *ends, logprobs, prompt_logprobs)
 
 
 class Stream:
@@ -178,9 +189,14 @@ def stop_checker(tokenizer: Any, params: SamplingParams, stop_tokens: StopTokens
     return StopChecker(detokenizer, params.stop, params.include_stop_str_in_output, may_complete)
 
 
+def bad_word_forms(word: str) -> tuple[str, str]:
+    """At the beginning of a text and after a space."""
+    return word, " " + word
+
+
 def bad_word_ids(tokenizer: Any, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-    """Tokens of each bad word, at the beginning of a text and after a space."""
-    texts = [text for word in params.bad_words for text in (word, " " + word)]
+    """Tokens of each bad word, in all its forms."""
+    texts = [text for word in params.bad_words for text in bad_word_forms(word)]
     ids = [tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts]
     return tuple(dict.fromkeys(word for word in ids if word))
 

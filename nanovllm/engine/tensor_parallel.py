@@ -27,7 +27,6 @@ import torch
 from nanovllm.config import Config
 from nanovllm.engine.build import RankParts, build_rank
 from nanovllm.engine.channel import Sender
-from nanovllm.engine.choices import choose_device
 from nanovllm.engine.model_runner import ModelRunner, StepResult
 from nanovllm.engine.step import StepInput
 from nanovllm.engine.step_message import StepEncoder
@@ -65,7 +64,6 @@ def build_ranks(config: Config, checkpoint: Checkpoint, spec: DecoderSpec) -> tu
     """
     ranks = Ranks(0, config.tensor_parallel_size)
     rank_spec(spec, ranks.size)
-    choose_device(config.device, ranks)
     workers = Workers(replace(config, model=str(checkpoint.path)))
     try:
         return _build_ranks(config, checkpoint, spec, ranks, workers)

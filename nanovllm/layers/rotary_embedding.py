@@ -121,13 +121,14 @@ def _scaled_frequencies(
     try:
         which = length if kind == "longrope" else None
         frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), which)
+        frequencies, factor = frequencies.float(), float(factor)
         if kind == "dynamic":
             at_the_end, _ = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), config.max_position_embeddings)
     except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RuntimeError) as error:
         raise ValueError(f"rope settings {settings} cannot be used: {error!r}") from error
     if kind == "dynamic" and not torch.equal(frequencies, at_the_end):
         raise ValueError(f"rope settings {settings} give angles that depend on the sequence's length: not supported")
-    return frequencies.float(), float(factor)
+    return frequencies, factor
 
 
 def _flat_config(hf_config: Any, settings: dict[str, Any], head_dim: int) -> SimpleNamespace:

@@ -106,12 +106,12 @@ def top_logprobs(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> tupl
     Args:
         logits: [n, vocab_size], untouched.
         tokens: [n] int64, the drawn ones.
-        count: most likely tokens to report.
+        count: most likely tokens to report; all of them, if there are fewer.
 
     Returns:
         (token ids, log-probabilities), both [n, 1 + count]; the drawn token first.
     """
     logprobs = logits.float().log_softmax(dim=-1)
-    values, ids = logprobs.topk(count, dim=-1)
+    values, ids = logprobs.topk(min(count, logits.shape[1]), dim=-1)
     drawn = tokens[:, None]
     return torch.cat([drawn, ids], dim=-1), torch.cat([logprobs.gather(1, drawn), values], dim=-1)

@@ -32,7 +32,7 @@ def gemma3_spec(hf_config: Any) -> DecoderSpec:
         layer_class=Gemma3Layer,
         norm_offset=1.0,
         float32_norms=True,
-        scale=hf_config.query_pre_attn_scalar**-0.5,
+        scale=_positive(hf_config, "query_pre_attn_scalar") ** -0.5,
         embedding_scale=hf_config.hidden_size**0.5,
         rope=rope_settings(hf_config, "full_attention"),
         window_rope=rope_settings(hf_config, "sliding_attention"),
@@ -42,10 +42,14 @@ def gemma3_spec(hf_config: Any) -> DecoderSpec:
 
 
 def _cap(hf_config: Any, name: str) -> float | None:
-    cap = getattr(hf_config, name, None)
-    if cap is not None and not (isinstance(cap, (int, float)) and 0 < cap < math.inf):
-        raise ValueError(f"{name} in the model's config must be a number above 0, got {cap!r}")
-    return cap
+    return None if getattr(hf_config, name, None) is None else _positive(hf_config, name)
+
+
+def _positive(hf_config: Any, name: str) -> float:
+    value = getattr(hf_config, name, None)
+    if not (isinstance(value, (int, float)) and 0 < value < math.inf):
+        raise ValueError(f"{name} in the model's config must be a number above 0, got {value!r}")
+    return value
 
 
 class Gemma3MLP(MLP):

@@ -154,6 +154,23 @@ def test_options_arrive_with_their_types(tiny, monkeypatch):
     assert seen["engine"] == {"seed": 9, "enable_prefix_caching": False, "max_num_seqs": 8, "dtype": "float32"}
 
 
+def test_each_kind_of_grammar_can_be_given(tmp_path, tiny):
+    pytest.importorskip("llguidance")
+    source, target = write_jsonl(tmp_path / "in.jsonl", RECORDS[:1]), tmp_path / "out.jsonl"
+    given = {"--json-schema": '{"enum": [7]}', "--regex": "7", "--choice": '["7"]', "--grammar": 'start: "7"'}
+    for option, value in given.items():
+        assert generate(tiny, source, "-o", target, "--restart", option, value) == 0
+        assert [out["text"] for out in read_jsonl(target)] == ["7"]
+
+
+def test_chat_has_no_options_whose_effect_it_could_not_show(capsys):
+    for option in ("--n=2", "--no-detokenize", "--logprobs=1", "--prompt-logprobs=1"):
+        with pytest.raises(SystemExit):
+            main(["chat", option])
+        error = capsys.readouterr().err.partition("error: ")[2]
+        assert error.startswith((f"unrecognized arguments: {option}", f"ambiguous option: {option}"))
+
+
 def test_bench_is_bench(monkeypatch):
     seen = []
     monkeypatch.setattr(bench, "main", lambda argv, prog: seen.append((argv, prog)))

@@ -91,3 +91,6 @@ def test_a_response_has_the_form_of_the_api():
     first = choice["logprobs"]["content"][0]
     assert (first["token"], first["bytes"]) == ("a", [97])
     assert [top["token"] for top in first["top_logprobs"]] == ["z", "y"]  # the drawn one is not among the first two
+    without_text = {**output, "text": None, "logprobs": [{4: token(None, -2.0)}]}
+    (choice,) = batch_success(batch_line(model="m"), without_text, index=7)["response"]["body"]["choices"]
+    assert choice["logprobs"]["content"] == [{"token": None, "logprob": -2.0, "bytes": None, "top_logprobs": []}]

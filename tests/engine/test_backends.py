@@ -16,7 +16,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.engine import choices, shared_prefix
 from nanovllm.engine.shared_prefix import SharedPrefixFinder
 from nanovllm.layers import triton_attention
-from tests.helpers import VOCAB, random_prompt, reference_greedy, save_random_model, small_config
+from tests.helpers import DEVICE, VOCAB, random_prompt, reference_greedy, save_random_model, small_config
 
 NUM_TOKENS = 64
 COMBINATIONS = [  # every pair of values occurs
@@ -254,6 +254,12 @@ def test_shared_prefix_attention_where_there_is_none_is_refused(tmp_path):
     small_config("qwen3").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="shared_prefix_attention needs attention_backend 'triton', not 'torch'"):
         LLM(tmp_path, device="cpu", load_format="dummy", shared_prefix_attention=True)
+    if DEVICE == "cpu":  # the kernels run in the interpreter
+        small_config("mistral", sliding_window=16).save_pretrained(tmp_path)
+        options = {"device": "cpu", "attention_backend": "triton", "load_format": "dummy"}
+        with pytest.raises(ValueError, match="shared_prefix_attention needs layers without a window"):
+            LLM(tmp_path, **options, shared_prefix_attention=True)
+        LLM(tmp_path, **options).close()
 
 
 def test_backends_that_cannot_be_are_refused(tmp_path, monkeypatch):

@@ -128,3 +128,13 @@ def test_what_is_active_is_logged_and_what_cannot_be_is_refused(tiny, caplog):
         LLM(tiny, kv_cache_dtype="fp8", attention_backend="flash_attn")
     with pytest.raises(ValueError, match="kv_cache_dtype must be one of auto, fp8, got 'int8'"):
         LLM(tiny, kv_cache_dtype="int8")
+
+
+def test_scales_do_not_depend_on_the_size_of_steps(qwen):
+    """Few tokens show less of what keys and values are like: all are looked at, in chunks."""
+    scales = []
+    for tokens in (1, 16, 1024):
+        options = {"kv_cache_dtype": "fp8", "num_kvcache_blocks": 20, "max_num_seqs": 1}
+        with LLM(qwen, dtype="float32", max_num_batched_tokens=tokens, **options) as llm:
+            scales.append(llm.model_runner.kv_scales.tolist())
+    assert scales[0] == scales[1] == scales[2]

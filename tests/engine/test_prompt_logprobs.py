@@ -67,6 +67,29 @@ def test_under_pressure_and_for_several_completions(model):
         check(out["prompt_logprobs"], prompt, expected(reference, prompt), 2)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_preempted_in_the_middle_of_the_prompt(model, overlap):
+    """The prompt is computed anew from its beginning; what was scored before is not there twice."""
+    folder, reference = model
+    prompts = [[5, 6, 7], random_prompt(60, 3)]
+    params = [
+        SamplingParams(temperature=0, max_tokens=40, ignore_eos=True),
+        SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, prompt_logprobs=1),
+    ]
+    options = {"num_kvcache_blocks": 5, "max_num_seqs": 2, "max_num_batched_tokens": 4, "overlap": overlap}
+    with LLM(folder, device="cpu", kvcache_block_size=16, **options) as llm:
+        for prompt, param in zip(prompts, params, strict=True):
+            seq_id = llm.add_request(prompt, param)
+        (seq,) = llm._requests[seq_id].sequences
+        while not seq.num_preemptions:
+            llm.step()
+        assert 1 < len(seq.prompt_logprobs) < len(prompts[1])
+        outs = {}
+        while not llm.is_finished():
+            outs.update(llm.step_outputs())
+    check(outs[seq_id]["prompt_logprobs"], prompts[1], expected(reference, prompts[1]), 1)
+
+
 def test_score_is_the_sum_of_the_tokens_log_probabilities(model):
     folder, reference = model
     with LLM(folder, device="cpu") as llm:

@@ -3,6 +3,9 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nanovllm import SamplingParams
+from nanovllm.engine.scheduler import Scheduled
+from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.shared_prefix import SharedPrefixFinder, shared_runs
 from tests.engine.simulation import Simulation, expected_completion
 
@@ -62,6 +65,24 @@ def test_groups_form_and_dissolve_as_sequences_come_and_go():
         prompt = seq.token_ids[: seq.num_prompt_tokens]
         assert seq.completion_token_ids == expected_completion(prompt, seq.max_len, True)
     assert sim.scheduler.block_manager.num_shared_blocks == 0
+
+
+def test_a_sequence_that_was_preempted_meanwhile_is_another_one():
+    """It comes back with other blocks, and no step with shared ones may have been between."""
+    finder = SharedPrefixFinder(8, 11, 16, 64, 24 * 2**20, min_run_saving=64)
+
+    def decode(seq_id, block_table, num_preemptions=0):
+        seq = Sequence(seq_id, [1] * 257, SamplingParams(), 300, 0)
+        seq.row, seq.block_table, seq.num_preemptions = seq_id, block_table, num_preemptions
+        return Scheduled(seq, 256, 1, True, num_preemptions)
+
+    first, second = [0, 1, 2, 3, 4], [0, 1, 2, 3, 5]
+    third = list(range(10, 15))
+    found = finder.find([decode(i, table) for i, table in enumerate((first, second, [*first[:4], 6], first))])
+    assert found.hidden[:4].tolist() == [256] * 4
+    assert finder.find([decode(i, table) for i, table in enumerate((first, second, first, first))]) is found
+    moved = finder.find([decode(i, table, i == 3) for i, table in enumerate((first, second, first, third))])
+    assert moved.hidden[:4].tolist() == [256, 256, 256, 0]
 
 
 def test_too_little_in_bytes_is_read_by_each_sequence_itself():

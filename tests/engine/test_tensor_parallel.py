@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine.worker import ROOM
+from nanovllm.engine.worker_watch import WorkerWatch
 from tests.engine.test_backends import count_shared_passes
 from tests.helpers import random_prompt, save_random_model, save_tokenizer, small_config
 
@@ -121,6 +123,18 @@ def test_families(family, tmp_path):
         expected = completions(one, PROMPTS, GREEDY)
     with LLM(tmp_path, tensor_parallel_size=2, **options) as several:
         assert completions(several, PROMPTS, GREEDY) == expected
+
+
+def test_all_ranks_have_as_many_blocks_as_the_smallest_has_room_for(folder, monkeypatch):
+    wait_for = WorkerWatch.wait_for
+
+    def little(watch, kind):
+        return [(7, text) for _, text in wait_for(watch, kind)] if kind == ROOM else wait_for(watch, kind)
+
+    monkeypatch.setattr(WorkerWatch, "wait_for", little)
+    with LLM(folder, device="cpu", tensor_parallel_size=2, max_num_seqs=8, num_kvcache_blocks=60) as llm:
+        assert llm.stats()["kv_blocks"] == 7
+        assert llm.model_runner.kv_cache.shape[2] == 8  # one is for padding
 
 
 def test_dummy_weights(tmp_path):

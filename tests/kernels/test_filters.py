@@ -61,7 +61,7 @@ def test_whole_vocabularies_are_right_to_the_token(dtype, columns, spread):
 @pytest.mark.parametrize(("dtype", "options", "columns"), in_pairs(DTYPES, OPTIONS, [5, 97, 520, *WIDE]))
 def test_rows_with_filters_of_their_own_keep_what_the_reference_keeps(dtype, options, columns):
     generator = torch.Generator().manual_seed(columns)
-    logits = (torch.randn(14, columns, generator=generator) * 3).to(DEVICE, dtype)
+    logits = (torch.randn(15, columns, generator=generator) * 3).to(DEVICE, dtype)
     filters = make_filters(
         (1.0, 0, 1.0, 0.0),
         (0.0, 3, 0.5, 0.5),
@@ -73,6 +73,7 @@ def test_rows_with_filters_of_their_own_keep_what_the_reference_keeps(dtype, opt
         (1.0, 0, 0.9, 0.0),
         (2.0, -1, 0.999, 0.0),
         (1.0, 0, 1e-9, 0.0),
+        (1.0, 0, 1e-60, 0.0),
         (1.0, 0, 1.0, 0.1),
         (1.0, 0, 1.0, 1.0),
         (1.5, 900, 0.7, 0.001),

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from nanovllm.layers.embed_head import Embedding, LMHead
+from nanovllm.layers.fp8 import Fp8Form, StoredFp8
 from nanovllm.layers.linear import Linear, can_pack
 from nanovllm.layers.ops import torch_ops
 from nanovllm.layers.parallel import Ranks
@@ -57,3 +58,12 @@ def test_tied_head_keeps_the_embedding_usable():
     head.optimize(torch_ops())
     torch.testing.assert_close(head(x), expected)
     assert torch.equal(embedding(torch.tensor([3, 7])), rows)
+
+
+def test_parts_of_a_layer_with_inputs_of_several_scales_take_the_largest():
+    """With a smaller one, what fits the other part's would be cut off."""
+    stored = StoredFp8.allocate(Fp8Form(static_inputs=True), {"gate_proj": 16, "up_proj": 16}, 16, CPU)
+    views = stored.views()
+    views["gate_proj.input_scale"].fill_(0.25)
+    views["up_proj.input_scale"].fill_(0.5)
+    assert stored.finish().input_scale.tolist() == [0.5]

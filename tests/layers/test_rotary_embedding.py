@@ -107,6 +107,10 @@ def test_the_second_table_has_the_long_factors():
         ({"rope_type": "spiral"}, "rope scaling 'spiral' is not supported; supported are default, linear, dynamic,"),
         ({"rope_type": "linear"}, "rope settings .* cannot be used: KeyError.*factor"),
         ({"rope_type": "linear", "factor": 0.0}, "infinite angles"),
+        (
+            {"rope_type": "yarn", "factor": 2.0, "attention_factor": "a"},
+            "rope settings .* cannot be used: ValueError.*could not convert",
+        ),
         ({"rope_theta": -1}, "rope_theta must be a positive number, got -1"),
     ],
 )

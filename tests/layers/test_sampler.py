@@ -37,6 +37,7 @@ def reference_distribution(logits, temperature, top_k, top_p, min_p):
 CASES = [
     (0.3, 0, 0.9, 0.0),
     (1.0, 0, 1e-9, 0.0),
+    (1.0, 0, 1e-60, 0.0),  # 0 in float32
     (1.0, 5, 1.0, 0.0),
     (1.0, 1, 1.0, 0.0),
     (2.0, 20, 0.7, 0.0),

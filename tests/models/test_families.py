@@ -333,6 +333,8 @@ def test_window_edges_across_chunks_and_the_prefix_cache(window, tmp_path):
             {"attn_logit_softcapping": 50.0},
             "attn_logit_softcapping 50.0 in the model's config is not supported",
         ),
+        ("gemma3", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar .* must be a number above 0, got 0"),
+        ("gemma3", {"query_pre_attn_scalar": -4}, "query_pre_attn_scalar .* must be a number above 0, got -4"),
         ("gemma3", {"attn_logit_softcapping": 0.0}, "attn_logit_softcapping .* must be a number above 0, got 0.0"),
     ],
 )
