@@ -17,7 +17,6 @@ from nanovllm.engine.choices import (
     choose_device,
     choose_dtype,
     choose_limits,
-    choose_pacer,
     shared_prefix_finder,
 )
 from nanovllm.engine.graph_runner import graph_sizes, shared_graph_sizes
@@ -32,6 +31,7 @@ from nanovllm.engine.memory import (
     measure_gpu_memory,
 )
 from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.pacing import Pacer
 from nanovllm.engine.precompile import compile_kernels
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.step import StepBuilder
@@ -135,7 +135,8 @@ def _build_engine_parts(config: Config) -> EngineParts:
     blocks = BlockManager(num_blocks, rank.block_size, config.enable_prefix_caching)
     eos = eos_token_ids(checkpoint, tokenizer, spec.vocab_size)
     limits = rank.limits
-    pacer = choose_pacer(config.paced_prompts, rank.model, runner.graphs, limits)
+    graphs = runner.graphs
+    pacer = None if graphs is None else Pacer(limits.max_graph_tokens, graphs.max_reread)
     finder = shared_prefix_finder(rank.attention, rank.model.spec, rank.block_size, rank.kv_dtype)
     return EngineParts(
         tokenizer=tokenizer,
