@@ -88,11 +88,12 @@ class Drawer:
 def _edit(logits: torch.Tensor, edits: LogitEdits, previous: torch.Tensor, send: Send) -> torch.Tensor:
     """A changed copy, [n, vocab_size] float32."""
     logits = logits.float() if logits.dtype != torch.float32 else logits.clone()
-    masked, masks, limited, allowed_rows, allowed_ids, bias_rows, bias_ids, bias_bits, ban_rows, ban_ids, after = send(
+    limited_rows, places = np.unique(edits.allowed_rows, return_inverse=True)
+    masked, masks, limited, allowed, allowed_ids, bias_rows, bias_ids, bias_bits, ban_rows, ban_ids, after = send(
         edits.masked_rows,
         edits.masks,
-        np.unique(edits.allowed_rows),
-        edits.allowed_rows,
+        limited_rows,
+        places.astype(np.int32),
         edits.allowed_ids,
         edits.bias_rows,
         edits.bias_ids,
@@ -105,9 +106,11 @@ def _edit(logits: torch.Tensor, edits: LogitEdits, previous: torch.Tensor, send:
         at = masked.long()
         logits[at] = apply_masks(logits[at], masks)
     if len(limited):
-        index, kept = (allowed_rows.long(), allowed_ids.long()), torch.full_like(logits, float("-inf"))
-        kept[index] = logits[index]
-        logits[limited.long()] = kept[limited.long()]
+        at, index = limited.long(), (allowed.long(), allowed_ids.long())
+        before = logits[at]
+        kept = torch.full_like(before, float("-inf"))
+        kept[index] = before[index]
+        logits[at] = kept
     if len(bias_rows):
         logits.index_put_((bias_rows.long(), bias_ids.long()), bias_bits.view(torch.float32), accumulate=True)
     if len(ban_rows):
