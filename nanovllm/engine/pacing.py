@@ -32,6 +32,8 @@ class Pacer:
             num_decodes: tokens in the step already.
             prompts: sequences with prompt tokens to compute; at least one.
         """
+        if any(seq.needs_prompt_scores for seq in prompts):
+            return None  # no graph has the logits of a prompt's tokens
         # As many as fit a graph without reading the longest prompt again too often: n tokens see half of it on average.
         room = min(self.graph_tokens - num_decodes, 2 * self.max_reread // max(seq.num_tokens for seq in prompts))
         if num_decodes and sum(seq.num_uncomputed_tokens for seq in prompts) <= ROUNDS * room:

@@ -40,6 +40,13 @@ def test_prompts_with_nothing_beside_them_come_at_once():
     assert sim.step().num_tokens == 500
 
 
+def test_prompts_whose_log_probabilities_are_asked_for_come_at_once():
+    sim, rng = simulation(), random.Random(0)
+    decoding(sim, rng, 20)
+    sim.add(prompt(rng, 500), 4).scores_prompt = True
+    assert sim.step().num_tokens == 520
+
+
 def test_a_long_prompt_comes_in_smaller_parts_as_long_as_they_are_few():
     """Read again at most so often: `tokens` of a prompt of `n` read n / 2 keys each, on average."""
     rng = random.Random(0)
