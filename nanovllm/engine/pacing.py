@@ -5,7 +5,7 @@ every kernel, which for a few prompt tokens beside many decodes takes several ti
 are left to compute, they are spread over steps that fit a graph, and the decodes go on meanwhile.
 """
 
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from nanovllm.engine.sequence import Sequence
@@ -25,17 +25,21 @@ class Pacer:
     graph_tokens: int
     max_reread: int
 
-    def prompt_tokens(self, num_decodes: int, prompts: Seq[Sequence]) -> int | None:
+    def prompt_tokens(self, num_decodes: int, prompts: Iterable[Sequence]) -> int | None:
         """Prompt tokens that a step should take in; None: as many as it has room for.
 
         Args:
             num_decodes: tokens in the step already.
-            prompts: sequences with prompt tokens to compute; at least one.
+            prompts: sequences with prompt tokens to compute; at least one. No more of them are looked at than it takes.
         """
-        if any(seq.needs_prompt_scores for seq in prompts):
-            return None  # no graph has the logits of a prompt's tokens
-        # As many as fit a graph without reading the longest prompt again too often: n tokens see half of it on average.
-        room = min(self.graph_tokens - num_decodes, 2 * self.max_reread // max(seq.num_tokens for seq in prompts))
-        if num_decodes and sum(seq.num_uncomputed_tokens for seq in prompts) <= ROUNDS * room:
-            return room
-        return None
+        if not num_decodes:
+            return None
+        room, left = self.graph_tokens - num_decodes, 0
+        for seq in prompts:
+            # As many as fit a graph wherever they are in their prompts: each reads its whole prompt again at most.
+            room = min(room, self.max_reread // seq.num_tokens)
+            left += seq.num_uncomputed_tokens
+            # No graph has the logits of a prompt's tokens.
+            if left > ROUNDS * room or seq.needs_prompt_scores:
+                return None
+        return room

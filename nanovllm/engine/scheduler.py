@@ -17,7 +17,7 @@ depends on the value of the last one (`waits_for_tokens`) sits out step N+1 then
 import time
 from collections import deque
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import NamedTuple
 
 from nanovllm.engine.block_manager import BlockManager
@@ -224,7 +224,7 @@ class Scheduler:
         pacer, num_rows = self._pacer, len(self._free_rows)
         if pacer is None or not (in_prompt or (self.waiting and num_rows)):
             return budget
-        tokens = pacer.prompt_tokens(num_decodes, [*in_prompt, *islice(self.waiting, num_rows)])
+        tokens = pacer.prompt_tokens(num_decodes, chain(in_prompt, islice(self.waiting, num_rows)))
         return budget if tokens is None else min(budget, tokens)
 
     def _take(self, seq: Sequence, num_tokens: int) -> Scheduled:

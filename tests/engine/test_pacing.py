@@ -3,6 +3,7 @@ import random
 import pytest
 
 from nanovllm.engine.pacing import ROUNDS, Pacer
+from nanovllm.engine.sequence import Sequence
 from tests.engine.simulation import Simulation, expected_completion
 
 GRAPH_TOKENS = 300
@@ -48,13 +49,38 @@ def test_prompts_whose_log_probabilities_are_asked_for_come_at_once():
 
 
 def test_a_long_prompt_comes_in_smaller_parts_as_long_as_they_are_few():
-    """Read again at most so often: `tokens` of a prompt of `n` read n / 2 keys each, on average."""
+    """Each token of a prompt of `n` reads `n` keys again at most."""
     rng = random.Random(0)
-    for max_reread, expected in ((400 * 150 // 2, 170), (400 * 100 // 2, 120), (400 * 99 // 2, 420)):
+    for max_reread, expected in ((400 * 150, 170), (400 * 100, 120), (400 * 99, 420)):
         sim = simulation(max_reread)
         decoding(sim, rng, 20)
         sim.add(prompt(rng, 400), 4)
         assert sim.step().num_tokens == expected
+
+
+def test_no_part_of_a_spread_prompt_is_too_much_for_a_graph():
+    """The last ones read the most again."""
+    sim, rng = simulation(max_reread=400 * 130), random.Random(0)
+    decoding(sim, rng, 20)
+    sim.add(prompt(rng, 400), 4)
+    sizes = []
+    while not sizes or sizes[-1] > 20:
+        batch = sim.step()
+        sizes.append(batch.num_tokens)
+        assert sum((item.num_tokens - 1) * (item.start + item.num_tokens // 2) for item in batch.items) <= 400 * 130
+    assert sizes[:2] == [150, 150]
+
+
+def test_no_more_waiting_prompts_are_looked_at_than_it_takes(monkeypatch):
+    sim, rng = simulation(), random.Random(0)
+    decoding(sim, rng, 20)
+    for _ in range(44):
+        sim.add(prompt(rng, 400), 4)
+    looked_at = []
+    monkeypatch.setattr(Sequence, "needs_prompt_scores", property(lambda seq: looked_at.append(seq.seq_id)))
+    pacer = sim.scheduler._pacer
+    assert pacer.prompt_tokens(20, sim.scheduler.waiting) is None
+    assert len(set(looked_at)) <= 3
 
 
 @pytest.mark.parametrize("delay", [0, 1])
