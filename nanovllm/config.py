@@ -12,7 +12,7 @@ MAX_RANKS = 8
 QUANTIZATIONS = ("fp8",)
 KV_CACHE_DTYPES = ("auto", "fp8")
 MAX_NUM_SEQS = 2**16  # each has a row of state whether it runs or not
-GRAPH_PROMPT_TOKENS = 256
+GRAPH_PROMPT_TOKENS = 256  # that a CUDA graph has room for beside a decode of every sequence
 LOAD_FORMATS = ("auto", "dummy")
 
 

@@ -105,21 +105,21 @@ class GraphRunner:
         sizes = self._sizes[inputs.shared is not None]
         if not sizes or len(inputs.token_ids) > sizes[-1] or inputs.prompt_scores is not None:
             return False
+        # A chunk's tokens but one read again what stands before them: half of the chunk, on average, and the rest.
         lengths = inputs.lengths.astype(np.int64)
         reread = (lengths - 1) * (inputs.starts + lengths // 2)
         return int(reread.sum()) <= self.max_reread
 
     def inputs_for(self, inputs: StepInput) -> tuple[np.ndarray, torch.Tensor]:
         """(host values, device tensor to copy them into), both [4, largest size]."""
-        n, lengths = len(inputs.token_ids), inputs.lengths
+        n = len(inputs.token_ids)
         rows, context_lens, given, drawn_for = values = self._inputs_np
         values[:, n:] = self._padding[:, None]
-        rows[:n] = inputs.rows if n == len(lengths) else np.repeat(inputs.rows, lengths)
+        rows[:n] = np.repeat(inputs.rows, inputs.lengths)
         context_lens[:n] = inputs.positions + 1
         given[:n] = inputs.token_ids
-        drawn_for[:n] = self._padding[3]
-        sampling = np.flatnonzero(inputs.samples)
-        drawn_for[inputs.last_tokens] = inputs.rows[sampling]
+        drawn_for[:n] = self._runner.rows.padding_row
+        drawn_for[inputs.last_tokens] = inputs.rows[inputs.samples.astype(bool)]
         return self._inputs_np, self._inputs
 
     def replay(self, num_tokens: int, shared: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -79,9 +79,11 @@ class LLMEngine(EngineLoop):
             TypeError, ValueError: `seq_id` is no id.
         """
         with self._open():
-            wanted = checked_int("seq_id", seq_id, 0)  # the id of a completion that may be done, when others are not
-            request = next((other for other in self._requests.values() if other.request_id == wanted), None)
-            if request is None:
+            wanted = checked_int("seq_id", seq_id, 0)
+            request = self._requests.get(wanted)
+            if request is None:  # that completion is done, if there ever was one; others of its request may not be
+                request = next((other for other in self._requests.values() if other.request_id == wanted), None)
+            if request is None or request.request_id != wanted:
                 return False
             self._abandoned.append(request)
             self._abort_abandoned()

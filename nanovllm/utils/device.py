@@ -16,5 +16,8 @@ def made_current(device: torch.device) -> AbstractContextManager[object]:
 
 @lru_cache
 def capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """Where graphs of a GPU are captured. torch's own choice is one stream of the whole process, on its first GPU."""
+    """Where graphs of a GPU are captured. torch's own choice is one stream of the whole process, on its first GPU.
+
+    One for all engines, as torch's is: for every stream that cuBLAS has seen, it keeps a workspace.
+    """
     return torch.cuda.Stream(device)
