@@ -19,7 +19,7 @@ from nanovllm.engine.choices import (
     choose_limits,
     shared_prefix_finder,
 )
-from nanovllm.engine.graph_runner import graph_sizes, shared_graph_sizes
+from nanovllm.engine.graph_runner import graph_keys
 from nanovllm.engine.kv_scales import calibration_blocks, measure_kv_scales
 from nanovllm.engine.memory import (
     allocate_kv_cache,
@@ -90,8 +90,7 @@ class RankParts:
 
     def capture_graphs(self, runner: ModelRunner) -> None:
         if self.use_graphs:
-            shared = shared_graph_sizes(self.limits) if self.attention.shared is not None else []
-            runner.capture_graphs(graph_sizes(self.limits), shared)
+            runner.capture_graphs(graph_keys(self.limits, self.attention))
 
 
 def build_engine_parts(config: Config) -> EngineParts:
@@ -135,8 +134,7 @@ def _build_engine_parts(config: Config) -> EngineParts:
     blocks = BlockManager(num_blocks, rank.block_size, config.enable_prefix_caching)
     eos = eos_token_ids(checkpoint, tokenizer, spec.vocab_size)
     limits = rank.limits
-    graphs = runner.graphs
-    pacer = None if graphs is None else Pacer(limits.max_graph_tokens, graphs.max_reread)
+    pacer = Pacer(limits.max_graph_tokens) if runner.graphs is not None and rank.attention.graph_prompts else None
     finder = shared_prefix_finder(rank.attention, rank.model.spec, rank.block_size, rank.kv_dtype)
     return EngineParts(
         tokenizer=tokenizer,

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from nanovllm.config import Limits
-from nanovllm.engine.graph_runner import graph_sizes, shared_graph_sizes
+from nanovllm.engine.graph_runner import GraphKey, graph_keys
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.step import ROW_PARAMS, StepInput
 from nanovllm.models.decoder import DecoderSpec
@@ -166,7 +166,7 @@ def measure_gpu_memory(
     resting = torch.cuda.memory_allocated(device)
     run_largest_step(runner, limits)
     activations = torch.cuda.max_memory_allocated(device) - resting
-    graphs = _graph_bytes(runner, limits) if use_graphs else 0
+    graphs = _graph_bytes(runner, graph_keys(limits, runner.attention)) if use_graphs else 0
     return GPUMemory(free_at_start, utilization, fixed, activations, graphs)
 
 
@@ -182,19 +182,17 @@ def run_largest_step(runner: ModelRunner, limits: Limits) -> None:
         ) from error
 
 
-def _graph_bytes(runner: ModelRunner, limits: Limits) -> int:
+def _graph_bytes(runner: ModelRunner, keys: list[GraphKey]) -> int:
     """Memory of all graphs, from the two largest: the first brings the pool, each further one about the same."""
-    sizes = graph_sizes(limits)
-    num_shared = len(shared_graph_sizes(limits)) if runner.attention.shared is not None else 0
     before = free_gpu_bytes(runner.device)
-    runner.capture_graphs(sizes[-1:], [])
+    runner.capture_graphs(keys[-1:])
     one = before - free_gpu_bytes(runner.device)
     runner.drop_graphs()
     before = free_gpu_bytes(runner.device)
-    runner.capture_graphs(sizes[-2:], [])
+    runner.capture_graphs(keys[-2:])
     two = before - free_gpu_bytes(runner.device)
     runner.drop_graphs()
-    return one + max(two - one, 0) * (len(sizes) + num_shared - 1)
+    return one + max(two - one, 0) * (len(keys) - 1)
 
 
 def largest_step(limits: Limits) -> StepInput:

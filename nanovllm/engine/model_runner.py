@@ -11,7 +11,8 @@ import torch
 
 from nanovllm.config import Limits
 from nanovllm.engine.draw import Drawer, Drawn
-from nanovllm.engine.graph_runner import GraphRunner
+from nanovllm.engine.graph_inputs import GraphInputs
+from nanovllm.engine.graph_runner import GraphKey, GraphRunner
 from nanovllm.engine.prompt_scores import PromptScores, record_prompt_scores, score_hidden
 from nanovllm.engine.rank_draw import RankDrawer, sample_over_ranks
 from nanovllm.engine.scheduler import Logprobs
@@ -96,14 +97,18 @@ class ModelRunner:
         self.graphs: GraphRunner | None = None
         self._staging: PinnedStaging | None = None
         if self.device.type == "cuda":
-            ints = 3 * limits.max_num_batched_tokens + 16 * limits.max_num_seqs + 4 * limits.max_graph_tokens
+            ints = (
+                3 * limits.max_num_batched_tokens
+                + 16 * limits.max_num_seqs
+                + GraphInputs.length(limits.max_graph_tokens)
+            )
             self._staging = PinnedStaging(self.device, limits.max_num_seqs, ints)
 
     @torch.inference_mode()
-    def capture_graphs(self, sizes: list[int], shared_sizes: list[int]) -> None:
-        """Record steps of so many tokens (`GraphRunner`); `launch` replays the smallest that fits a step."""
+    def capture_graphs(self, keys: list[GraphKey]) -> None:
+        """Record steps (`graph_keys`); `launch` replays the smallest that fits a step."""
         with made_current(self.device):
-            self.graphs = GraphRunner(self, sizes, shared_sizes)
+            self.graphs = GraphRunner(self, keys)
             self.graphs.capture()
 
     def drop_graphs(self) -> None:
@@ -157,16 +162,16 @@ class ModelRunner:
 
     def _replay(self, inputs: StepInput, graphs: GraphRunner) -> Drawn:
         host, device = graphs.inputs_for(inputs)
-        self._copy_into(host, device)
-        n, shared, drawn = len(inputs.token_ids), inputs.shared is not None, inputs.last_tokens
+        self._copy_into(host.packed, device.packed)
+        n, drawn = len(inputs.token_ids), inputs.last_tokens
         # Of a step of decodes, every token: views do, and nothing need be gathered.
         last: torch.Tensor | slice = slice(n) if len(drawn) == n else self._to_device(drawn)[0].long()
         if inputs.is_plain or not len(drawn):
-            return graphs.replay(n, shared)[0][last], None
+            return graphs.replay(inputs)[0][last], None
         # The graph draws with temperature and seed only: draw again from its logits.
-        rows, positions = device[0, :n][last].long(), device[1, :n][last].long()
+        rows, positions = device.rows[:n][last].long(), device.context_lens[:n][last].long()
         previous = self.rows.last_tokens[rows]
-        logits = graphs.replay(n, shared)[1][last]
+        logits = graphs.replay(inputs)[1][last]
         return self._drawer.draw(logits, rows, positions, inputs, self._to_device, previous)
 
     def _send_shared(self, shared: SharedPrefixes[np.ndarray] | None) -> None:

@@ -19,11 +19,9 @@ class Pacer:
 
     Args:
         graph_tokens: tokens of the largest graph.
-        max_reread: `GraphRunner.max_reread`.
     """
 
     graph_tokens: int
-    max_reread: int
 
     def prompt_tokens(self, num_decodes: int, prompts: Iterable[Sequence]) -> int | None:
         """Prompt tokens that a step should take in; None: as many as it has room for.
@@ -36,8 +34,6 @@ class Pacer:
             return None
         room, left = self.graph_tokens - num_decodes, 0
         for seq in prompts:
-            # As many as fit a graph wherever they are in their prompts: each reads its whole prompt again at most.
-            room = min(room, self.max_reread // seq.num_tokens)
             left += seq.num_uncomputed_tokens
             # No graph has the logits of a prompt's tokens.
             if left > ROUNDS * room or seq.needs_prompt_scores:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from nanovllm.config import Limits
-from nanovllm.engine.graph_runner import GraphRunner
+from nanovllm.engine.graph_runner import GraphRunner, graph_keys
 from nanovllm.engine.memory import run_largest_step
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.kernels import reference
@@ -47,10 +47,9 @@ def compile_kernels(runner: ModelRunner, limits: Limits, use_graphs: bool) -> No
 def _go_through_steps(runner: ModelRunner, limits: Limits, use_graphs: bool) -> None:
     run_largest_step(runner, limits)
     if use_graphs:
-        largest = limits.max_graph_tokens
-        sizes = [size for size in (*DECODE_SIZES, largest) if size <= largest]
-        shared = [size for size in (*SHARED_SIZES, largest) if 1 < size <= largest]
-        graphs = GraphRunner(runner, sizes, shared if runner.attention.shared is not None else [])
+        keys = graph_keys(limits, runner.attention)
+        sizes = {False: (*DECODE_SIZES, limits.max_num_seqs), True: (*SHARED_SIZES, limits.max_num_seqs)}
+        graphs = GraphRunner(runner, [key for key in keys if key.prompts or key.tokens in sizes[key.shared]])
         graphs.go_through(lambda *args: (runner.ops.decode_inputs(*args), reference.decode_inputs(*args))[1])
     runner.rows.last_tokens.zero_()  # what no kernel wrote was "drawn"; it would be looked up in the embedding
 

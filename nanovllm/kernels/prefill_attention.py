@@ -43,7 +43,8 @@ def _prefill_kernel(
 
     A row is a (token, head of the group) pair, token-major, so that all query heads of a KV head share its loads and
     no group size wastes rows. The tiles of all sequences are numbered through: sequence i begins at tile
-    `cu_seqlens[i] * GROUP // BLOCK_M + i`, which leaves it at least the tiles it needs; a surplus one exits.
+    `cu_seqlens[i] * GROUP // BLOCK_M + i`, which leaves it at least the tiles it needs; a surplus one exits,
+    as do those of a sequence of context length 0, whose tokens are left out.
     Programs run from the last tile to the first: within a sequence that is the longest first, so the tail is short.
     With TMA, `k_tiles` and `v_tiles` are descriptors of the cache as [slots, KV heads and dims]: tiles of keys that
     every row sees come through the copy engine, which needs no registers; the last ones by pointers, as all do without.
@@ -63,7 +64,7 @@ def _prefill_kernel(
     context_len = tl.load(context_lens_ptr + seq)
     table = table_ptr + tl.load(rows_ptr + seq).to(tl.int64) * table_stride
     first_row = (tile - (first_token * GROUP // BLOCK_M + seq)) * BLOCK_M
-    if first_row >= q_len * GROUP:
+    if (first_row >= q_len * GROUP) | (context_len == 0):
         return
 
     dims = tl.arange(0, BLOCK_D)
@@ -205,7 +206,8 @@ def paged_prefill(
     block_tables: [num_rows, max_blocks] int32; columns past a sequence's last block are never read
     rows: [num_seqs] int32, each sequence's row of block_tables
     cu_seqlens_q: [num_seqs + 1] int32, each sequence's first token in q, then num_tokens
-    context_lens: [num_seqs] int32, cached and new tokens; new token j stands at context_len - q_len + j
+    context_lens: [num_seqs] int32, cached and new tokens; new token j stands at context_len - q_len + j;
+        0: nothing is written for this sequence's tokens
     out: where to write, contiguous; new by default
     window: keys that a token sees, itself included; None: all before it
     kv_scales: [2, num_kv_heads] float32, of a cache in float8: of keys, then of values

@@ -31,6 +31,7 @@ class AttentionBackend(Protocol):
     name: str
     block_multiple: int  # the block size must be a multiple of it
     graphs: bool  # `plan_decodes` works without the host, so that a CUDA graph can hold it
+    graph_prompts: bool  # and takes prompts, too
     # Where a step's `StepInput.shared` goes before it is planned. None: the backend has no pass over shared prefixes.
     shared: SharedPrefixes[torch.Tensor] | None
 
@@ -45,9 +46,21 @@ class AttentionBackend(Protocol):
         ...
 
     def plan_decodes(
-        self, rows: torch.Tensor, context_lens: torch.Tensor, block_tables: torch.Tensor, shared: bool
+        self,
+        rows: torch.Tensor,
+        context_lens: torch.Tensor,
+        block_tables: torch.Tensor,
+        shared: bool,
+        prompts: "GraphPrompts | None" = None,
     ) -> object:
-        """The same for a step of decodes that only the device knows; `shared`: with a pass over shared prefixes."""
+        """The same for a step that only the device knows.
+
+        Args:
+            rows, context_lens: [T] int32 of each token as a decode; length 0 for those of prompts.
+            block_tables: of all rows.
+            shared: with a pass over shared prefixes.
+            prompts: the others.
+        """
         ...
 
     def attend(
@@ -76,6 +89,15 @@ class AttentionBackend(Protocol):
             [T, num_q_heads, head_dim].
         """
         ...
+
+
+@dataclass(frozen=True)
+class GraphPrompts:
+    """Sequences with several tokens in a step, for `paged_prefill`; those of length 0 are none."""
+
+    rows: torch.Tensor  # [n] int32
+    starts: torch.Tensor  # [n + 1] int32, their first tokens in the step, and the end of the last
+    context_lens: torch.Tensor  # [n] int32, after the step
 
 
 @dataclass
@@ -119,6 +141,7 @@ class TorchAttention:
     name = "torch"
     block_multiple = 16
     graphs = False
+    graph_prompts = False
     shared: SharedPrefixes[torch.Tensor] | None = None
 
     def __init__(self, windows: Collection[int | None] = (None,), dtype: torch.dtype | None = None):
@@ -132,7 +155,12 @@ class TorchAttention:
         return {window: _plan(inputs, step, window, dtype) for window in self._windows}
 
     def plan_decodes(
-        self, rows: torch.Tensor, context_lens: torch.Tensor, block_tables: torch.Tensor, shared: bool
+        self,
+        rows: torch.Tensor,
+        context_lens: torch.Tensor,
+        block_tables: torch.Tensor,
+        shared: bool,
+        prompts: "GraphPrompts | None" = None,
     ) -> object:
         raise NotImplementedError("the torch backend needs lengths on the host")
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nanovllm.kernels.shared_prefixes import SharedPrefixes
+from nanovllm.layers.attention import GraphPrompts
 
 if TYPE_CHECKING:
     from nanovllm.engine.step import Step, StepInput
@@ -29,6 +30,7 @@ class FlashAttention:
     name = "flash_attn"
     block_multiple = 256
     graphs = True
+    graph_prompts = False
     shared: SharedPrefixes[torch.Tensor] | None = None
 
     def __init__(self, dtype: torch.dtype, head_dim: int):
@@ -56,9 +58,15 @@ class FlashAttention:
         return FlashPlan(n, tables, context_lens, step.cu_seqlens[n:] - n, cu_k, int(host_lens[n:].max()))
 
     def plan_decodes(
-        self, rows: torch.Tensor, context_lens: torch.Tensor, block_tables: torch.Tensor, shared: bool
+        self,
+        rows: torch.Tensor,
+        context_lens: torch.Tensor,
+        block_tables: torch.Tensor,
+        shared: bool,
+        prompts: GraphPrompts | None = None,
     ) -> FlashPlan:
         assert not shared
+        assert prompts is None
         return FlashPlan(len(rows), block_tables[rows.long()], context_lens, None, None, 0)
 
     def attend(

@@ -11,6 +11,7 @@ from nanovllm.kernels.decode_plan import DecodePlan
 from nanovllm.kernels.prefill_attention import paged_prefill
 from nanovllm.kernels.shared_attention import shared_parts
 from nanovllm.kernels.shared_prefixes import SharedPrefixes
+from nanovllm.layers.attention import GraphPrompts
 from nanovllm.layers.ops import OVERLAP_ROWS, has_dependent_launch
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ class TritonPlan:
     num_decodes: int
     cu_seqlens: torch.Tensor | None  # [num_prompts + 1] int32, counted from the first prompt's first token
     shared: SharedPrefixes[torch.Tensor] | None  # of the decodes
+    prompts: GraphPrompts | None = None  # of a graph, whose tokens are all decodes, those of prompts without context
 
 
 class TritonAttention:
@@ -35,6 +37,7 @@ class TritonAttention:
     name = "triton"
     block_multiple = 16
     graphs = True
+    graph_prompts = True
 
     def __init__(
         self,
@@ -64,11 +67,16 @@ class TritonAttention:
         return TritonPlan(num_decodes, step.cu_seqlens[num_decodes:] - num_decodes, shared)
 
     def plan_decodes(
-        self, rows: torch.Tensor, context_lens: torch.Tensor, block_tables: torch.Tensor, shared: bool
+        self,
+        rows: torch.Tensor,
+        context_lens: torch.Tensor,
+        block_tables: torch.Tensor,
+        shared: bool,
+        prompts: GraphPrompts | None = None,
     ) -> TritonPlan:
         prefixes = self.shared if shared else None
         self._plan_decodes(rows, context_lens, prefixes)
-        return TritonPlan(len(rows), None, prefixes)
+        return TritonPlan(len(rows), None, prefixes, prompts)
 
     def _plan_decodes(
         self, rows: torch.Tensor, context_lens: torch.Tensor, shared: SharedPrefixes[torch.Tensor] | None
@@ -89,7 +97,11 @@ class TritonAttention:
     ) -> torch.Tensor:
         plan = step.plan
         assert isinstance(plan, TritonPlan)
-        n = plan.num_decodes
+        n, prompts = plan.num_decodes, plan.prompts
+        if prompts is not None:
+            out = self._decode(q, k_cache, v_cache, step, scale, window, kv_scales, softcap, None, False)
+            where = (step.block_tables, prompts.rows, prompts.starts, prompts.context_lens)
+            return paged_prefill(q, k_cache, v_cache, *where, scale, out, window, kv_scales, softcap)
         if plan.cu_seqlens is None:
             pdl = self._overlap_launches and n <= OVERLAP_ROWS
             return self._decode(q, k_cache, v_cache, step, scale, window, kv_scales, softcap, None, pdl)

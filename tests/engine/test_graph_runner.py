@@ -1,6 +1,6 @@
 """Steps as graphs run them, with prompt tokens as decodes of their own, replayed eagerly where there are no graphs."""
 
-from bisect import bisect_left
+from itertools import product
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import Limits
-from nanovllm.engine.graph_runner import GraphRunner, graph_sizes, shared_graph_sizes
+from nanovllm.engine.graph_runner import GraphKey, GraphRunner, graph_keys
 from nanovllm.engine.pacing import Pacer
 from nanovllm.engine.step import ROW_PARAMS, StepInput
 from nanovllm.layers.embed_head import LMHead
@@ -25,33 +25,37 @@ PARAMS = [
 
 
 class Replayed(GraphRunner):
-    """Goes through what a graph would hold each time, and counts the steps."""
+    """Goes through what a graph would hold each time, and counts."""
 
-    num_replays = 0
     num_prompt_tokens = 0
 
-    def replay(self, num_tokens, shared):
-        self.num_replays += 1
-        sizes = self._sizes[shared]
-        self._run(sizes[bisect_left(sizes, num_tokens)], shared, self._runner.ops.decode_inputs)
-        return self._tokens[:num_tokens], self._logits[:num_tokens]
+    def _replay(self, key):
+        self._run(key, self._runner.ops.decode_inputs)
 
     def inputs_for(self, inputs):
         self.num_prompt_tokens += int((inputs.token_ids >= 0).sum())
         return super().inputs_for(inputs)
 
 
+class Backend:
+    """What `graph_keys` looks at."""
+
+    def __init__(self, shared, graph_prompts):
+        self.shared, self.graph_prompts = shared, graph_prompts
+
+
 @pytest.mark.parametrize(("max_num_seqs", "tokens"), [(1, 1), (1, 300), (5, 5), (5, 7), (256, 300), (512, 16384)])
-def test_sizes_ascend_to_all_sequences_and_to_the_prompt_tokens_beside_them(max_num_seqs, tokens):
-    limits = Limits(max_num_seqs, tokens, 100)
-    sizes = graph_sizes(limits)
-    assert sizes == sorted(set(sizes))
-    assert max_num_seqs in sizes
-    assert sizes[-1] == min(max_num_seqs + 256, tokens)
-    shared = shared_graph_sizes(limits)
-    assert shared == sorted(set(shared))
-    assert set(shared) <= set(sizes)
-    assert shared[-1:] == (sizes[-1:] if max_num_seqs > 1 else [])
+@pytest.mark.parametrize("prompts", [False, True])
+@pytest.mark.parametrize("shared", [None, object()])
+def test_sizes_go_up_to_all_sequences_and_to_the_prompt_tokens_beside_them(max_num_seqs, tokens, prompts, shared):
+    keys = graph_keys(Limits(max_num_seqs, tokens, 100), Backend(shared, prompts))
+    assert keys == sorted(set(keys))
+    largest = {kind: [key.tokens for key in keys if key[1:] == kind][-1:] for kind in product([False, True], repeat=2)}
+    assert largest[False, False] == [max_num_seqs]
+    assert largest[True, False] == ([max_num_seqs] if shared and max_num_seqs > 1 else [])
+    mixed = [min(max_num_seqs + 256, tokens)] if prompts and tokens > 1 else []
+    assert largest[False, True] == mixed
+    assert largest[True, True] == (mixed if shared else [])
 
 
 @pytest.fixture(scope="module")
@@ -77,14 +81,14 @@ def answers(folder, graphs, chunk):
         if graphs:
             runner = llm.model_runner
             with torch.inference_mode():
-                runner.graphs = Replayed(runner, graph_sizes(limits), shared_graph_sizes(limits))
-            llm.scheduler._pacer = Pacer(limits.max_graph_tokens, runner.graphs.max_reread)
+                runner.graphs = Replayed(runner, graph_keys(limits, runner.attention))
+            llm.scheduler._pacer = Pacer(limits.max_graph_tokens)
         outs = llm.generate(prompts, params, use_tqdm=False)
         keep = ("token_ids", "completions", "logprobs")
         return [{name: out.get(name) for name in keep} for out in outs], llm.model_runner.graphs, finder.num_found
 
 
-@pytest.mark.parametrize("chunk", [12, 20, 512])
+@pytest.mark.parametrize("chunk", [12, 512])
 def test_graphs_with_prompt_tokens_give_what_eager_steps_give(model, chunk, monkeypatch):
     # A CPU's weights are packed, and nothing writes through them into a given buffer.
     monkeypatch.setattr(LMHead, "write_logits", lambda head, hidden, out: out.copy_(head(hidden)))
@@ -95,29 +99,40 @@ def test_graphs_with_prompt_tokens_give_what_eager_steps_give(model, chunk, monk
     assert num_shared > 0
 
 
-def test_prompts_that_would_be_read_again_too_often_fit_no_graph(model):
+def step(*chunks):
+    """A step of (start, tokens) of several sequences."""
+    starts, lengths = np.array(chunks, dtype=np.int32).T
+    return StepInput(
+        rows=np.arange(len(chunks), dtype=np.int32),
+        starts=starts,
+        lengths=lengths,
+        token_ids=np.ones(lengths.sum(), np.int32),
+        samples=np.ones(len(chunks), np.int32),
+        table_changes=np.zeros((3, 0), np.int32),
+        row_params=np.zeros((ROW_PARAMS, 0), np.int32),
+    )
+
+
+def test_steps_run_in_the_smallest_graph_that_has_room(model):
     with LLM(
-        model, dtype="float32", device="cpu", attention_backend="triton", max_num_seqs=2, num_kvcache_blocks=8
+        model, dtype="float32", device="cpu", attention_backend="triton", max_num_seqs=4, num_kvcache_blocks=8
     ) as llm:
+        keys = [
+            GraphKey(2, False, False),
+            GraphKey(4, False, False),
+            GraphKey(8, False, True),
+            GraphKey(200, False, True),
+        ]
         with torch.inference_mode():
-            graphs = Replayed(llm.model_runner, [8, 64], [])
-        graphs.max_reread = 100
-
-        def fits(*chunks):  # (start, tokens)
-            starts, lengths = np.array(chunks, dtype=np.int32).T
-            return graphs.fits(
-                StepInput(
-                    rows=np.arange(len(chunks), dtype=np.int32),
-                    starts=starts,
-                    lengths=lengths,
-                    token_ids=np.ones(lengths.sum(), np.int32),
-                    samples=np.ones(len(chunks), np.int32),
-                    table_changes=np.zeros((3, 0), np.int32),
-                    row_params=np.zeros((ROW_PARAMS, 0), np.int32),
-                )
-            )
-
-        assert fits((5000, 1), (9000, 1))  # decodes, whose keys are read once
-        assert fits((20, 5), (0, 2))  # 4 tokens at 22 keys, 1 at 1
-        assert not fits((20, 5), (0, 6))  # and 5 at 3: 103
-        assert not fits((0, 65))
+            graphs = Replayed(llm.model_runner, keys)
+        decode = (30, 1)
+        assert graphs._key(step(decode)) == keys[0]
+        assert graphs._key(step(decode, decode, decode)) == keys[1]
+        assert graphs._key(step(decode, (0, 7))) == keys[2]
+        assert graphs._key(step((0, 7), (5, 1), (0, 100))) == keys[3]
+        assert graphs.fits(step(decode, decode, decode, decode))
+        assert not graphs.fits(step(*[decode] * 5))
+        assert graphs.fits(step(decode, (0, 199)))
+        assert not graphs.fits(step(decode, (0, 200)))
+        assert graphs.fits(step(decode, *[(0, 3)] * 64))
+        assert not graphs.fits(step(decode, *[(0, 3)] * 65))

@@ -9,8 +9,8 @@ from tests.engine.simulation import Simulation, expected_completion
 GRAPH_TOKENS = 300
 
 
-def simulation(max_reread=10**9, **options):
-    pacer = Pacer(GRAPH_TOKENS, max_reread)
+def simulation(**options):
+    pacer = Pacer(GRAPH_TOKENS)
     return Simulation(4000, 16, 64, 2048, caching=False, pacer=pacer, **options)
 
 
@@ -46,29 +46,6 @@ def test_prompts_whose_log_probabilities_are_asked_for_come_at_once():
     decoding(sim, rng, 20)
     sim.add(prompt(rng, 500), 4).scores_prompt = True
     assert sim.step().num_tokens == 520
-
-
-def test_a_long_prompt_comes_in_smaller_parts_as_long_as_they_are_few():
-    """Each token of a prompt of `n` reads `n` keys again at most."""
-    rng = random.Random(0)
-    for max_reread, expected in ((400 * 150, 170), (400 * 100, 120), (400 * 99, 420)):
-        sim = simulation(max_reread)
-        decoding(sim, rng, 20)
-        sim.add(prompt(rng, 400), 4)
-        assert sim.step().num_tokens == expected
-
-
-def test_no_part_of_a_spread_prompt_is_too_much_for_a_graph():
-    """The last ones read the most again."""
-    sim, rng = simulation(max_reread=400 * 130), random.Random(0)
-    decoding(sim, rng, 20)
-    sim.add(prompt(rng, 400), 4)
-    sizes = []
-    while not sizes or sizes[-1] > 20:
-        batch = sim.step()
-        sizes.append(batch.num_tokens)
-        assert sum((item.num_tokens - 1) * (item.start + item.num_tokens // 2) for item in batch.items) <= 400 * 130
-    assert sizes[:2] == [150, 150]
 
 
 def test_no_more_waiting_prompts_are_looked_at_than_it_takes(monkeypatch):

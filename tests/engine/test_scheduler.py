@@ -26,7 +26,7 @@ def workloads(draw):
             : num_blocks * block_size
         ]
         requests.append((prompt, draw(st.integers(1, 12)), draw(st.booleans()), draw(st.integers(0, 6))))
-    pacer = st.builds(Pacer, st.integers(1, 20), st.integers(0, 60))
+    pacer = st.builds(Pacer, st.integers(1, 20))
     return {
         "pool": (num_blocks, block_size, max_num_seqs, draw(st.integers(max_num_seqs, 20))),
         "caching": draw(st.booleans()),

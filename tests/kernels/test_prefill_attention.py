@@ -180,3 +180,19 @@ def test_long_windows(dtype, head_dim, window):
 @pytest.mark.gpu
 def test_longest_context():
     check([100, 1], [131072 - 100, 131071], 4, 2, 128, 256, torch.bfloat16)
+
+
+def test_sequences_without_context_are_left_out():
+    """Their tokens stand among the others, as decodes do in a graph; sequences without tokens follow the last."""
+    lens, q_lens = [0, 90, 70, 0, 0], [37, 40, 70, 0, 0]
+    k, v, tables, rows = make_cache([1, 90, 70, 1, 1], 16, 2, 64, torch.float32)
+    q = torch.randn((160, 6, 64), device=DEVICE)
+    cu = torch.tensor([0, *q_lens], device=DEVICE).cumsum(0).to(torch.int32)
+    out = torch.full(q.shape, 7.0, device=DEVICE)
+    paged_prefill(q, k, v, tables, rows, cu, torch.tensor(lens, dtype=torch.int32, device=DEVICE), 0.125, out=out)
+    own = torch.tensor([0, 40, 110], dtype=torch.int32, device=DEVICE)
+    context = torch.tensor(lens[1:3], dtype=torch.int32, device=DEVICE)
+    expected = paged_prefill_reference(q[37:147].double(), k, v, tables, rows[1:3], own, context, 0.125)
+    torch.testing.assert_close(out[37:147].double(), expected, atol=1e-5, rtol=1e-5)
+    assert (out[:37] == 7).all()
+    assert (out[147:] == 7).all()
