@@ -181,6 +181,9 @@ def parse_args(argv: list[str] | None, prog: str = "bench.py") -> argparse.Names
     engine.add_argument("--no-prefix-caching", action="store_true")
     engine.add_argument("--no-overlap", action="store_true", help="wait for a step's tokens before preparing the next")
     engine.add_argument("--no-shared-prefix-attention", action="store_true", help="read a shared prefix per sequence")
+    engine.add_argument(
+        "--paced-prompts", action=argparse.BooleanOptionalAction, help="start shorter sequences later (default: a rule)"
+    )
     engine.add_argument("--device", default="auto")
     engine.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs (on a CPU: processes)")
     engine.add_argument("--dtype", default="auto")
@@ -211,6 +214,7 @@ def build_llm(args: argparse.Namespace, scratch: Path) -> tuple[LLM, str, float]
         "enable_prefix_caching": not args.no_prefix_caching,
         "overlap": False if args.no_overlap else None,
         "shared_prefix_attention": False if args.no_shared_prefix_attention else None,
+        "paced_prompts": args.paced_prompts,
         "max_model_len": args.max_model_len,
         "max_num_seqs": args.max_num_seqs,
         "max_num_batched_tokens": args.max_num_batched_tokens,

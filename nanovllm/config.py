@@ -58,6 +58,9 @@ class Config:
         shared_prefix_attention: read the KV of a prefix that running sequences share once a step for all of them, where
             that pays (default: with the `triton` backend, which alone can).
         overlap: prepare a step while the one before runs (default: on a GPU). The tokens are the same either way.
+        paced_prompts: let sequences of one `generate` whose lengths are known (`ignore_eos`, no stops) start later than
+            they could, longest ones first, so that their prompts are computed beside the others' decodes (default: on
+            GPUs that have so many weights to read in a step that this makes the whole faster).
         seed: seed of every request (any integer of 64 bits).
 
     Raises:
@@ -83,6 +86,7 @@ class Config:
     attention_backend: str = "auto"
     shared_prefix_attention: bool | None = None
     overlap: bool | None = None
+    paced_prompts: bool | None = None
     seed: int = 0
 
     @classmethod
@@ -106,7 +110,7 @@ class Config:
         for name in ("enforce_eager", "enable_prefix_caching"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
-        for name in ("overlap", "shared_prefix_attention"):
+        for name in ("overlap", "paced_prompts", "shared_prefix_attention"):
             if getattr(self, name) is not None and not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True, False or None, got {getattr(self, name)!r}")
         _check_choice("dtype", self.dtype, DTYPES)

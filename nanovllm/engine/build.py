@@ -17,6 +17,7 @@ from nanovllm.engine.choices import (
     choose_device,
     choose_dtype,
     choose_limits,
+    choose_pacer,
     shared_prefix_finder,
 )
 from nanovllm.engine.graph_runner import graph_keys
@@ -31,7 +32,6 @@ from nanovllm.engine.memory import (
     measure_gpu_memory,
 )
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.pacing import Pacer
 from nanovllm.engine.precompile import compile_kernels
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.step import StepBuilder
@@ -134,7 +134,7 @@ def _build_engine_parts(config: Config) -> EngineParts:
     blocks = BlockManager(num_blocks, rank.block_size, config.enable_prefix_caching)
     eos = eos_token_ids(checkpoint, tokenizer, spec.vocab_size)
     limits = rank.limits
-    pacer = Pacer(limits.max_graph_tokens) if runner.graphs is not None and rank.attention.graph_prompts else None
+    pacer = choose_pacer(config.paced_prompts, rank.model, runner.graphs, rank.attention, limits)
     finder = shared_prefix_finder(rank.attention, rank.model.spec, rank.block_size, rank.kv_dtype)
     return EngineParts(
         tokenizer=tokenizer,

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 
 from nanovllm.config import Config, Limits
+from nanovllm.engine.graph_runner import GraphRunner
+from nanovllm.engine.pacing import Pacer
 from nanovllm.engine.shared_prefix import SharedPrefixFinder
 from nanovllm.kernels.reference import FP8
 from nanovllm.layers.attention import AttentionBackend, TorchAttention
@@ -17,6 +19,7 @@ from nanovllm.models.decoder import DecoderSpec
 
 logger = logging.getLogger("nanovllm")
 
+PACED_WEIGHTS = 10 * 2**30  # bytes on one GPU from which on it pays to compute prompts beside decodes
 FP8_CAPABILITY = (8, 9)  # of GPUs that convert float8 (Ada, Hopper and later)
 
 
@@ -124,6 +127,27 @@ def choose_backend(
 
     shape = (limits.max_graph_tokens, spec.num_q_heads, spec.num_kv_heads, spec.head_dim)
     return triton_ops(device, dtype), TritonAttention(*shape, device, windows, share)
+
+
+def choose_pacer(
+    asked: bool | None,
+    model: torch.nn.Module,
+    graphs: GraphRunner | None,
+    attention: AttentionBackend,
+    limits: Limits,
+) -> Pacer | None:
+    """What bounds the prompt tokens of steps; `asked`: to let sequences start later (default: with much to read).
+
+    Raises:
+        ValueError: asked for without graphs that hold prompts.
+    """
+    if graphs is None or not attention.graph_prompts:
+        if asked:
+            raise ValueError("paced_prompts needs CUDA graphs and attention_backend 'triton'")
+        return None
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    spreads = weights >= PACED_WEIGHTS if asked is None else asked
+    return Pacer(limits.max_graph_tokens, spreads)
 
 
 def shared_prefix_finder(

@@ -131,7 +131,14 @@ class EngineLoop:
 
     # ---- steps ---------------------------------------------------------------------------------------------
 
-    def _enqueue(self, ids: list[int], params: SamplingParams, requests: list[Request], by_step: bool) -> None:
+    def _enqueue(
+        self,
+        ids: list[int],
+        params: SamplingParams,
+        requests: list[Request],
+        by_step: bool = False,
+        with_batch: bool = False,
+    ) -> None:
         first_id = self._next_seq_id
         self._next_seq_id += params.n
         request = make_request(
@@ -148,6 +155,7 @@ class EngineLoop:
         request.by_step = by_step
         requests.append(request)
         for seq in request.sequences:
+            seq.comes_with_batch = with_batch
             self._requests[seq.seq_id] = request
             self.scheduler.add(seq)
 

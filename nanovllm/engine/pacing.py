@@ -3,14 +3,29 @@
 A step runs as a CUDA graph when its tokens are few (`graph_runner`). One that does not waits for the host to launch
 every kernel, which for a few prompt tokens beside many decodes takes several times as long. So when few prompt tokens
 are left to compute, they are spread over steps that fit a graph, and the decodes go on meanwhile.
+
+Large models have a second reason: a decode step with fewer rows than a matrix multiplication has room for waits for
+the weights to be read, and could compute other tokens at no cost. `LLM.generate` answers when its last sequence is
+through. So sequences that will take fewer steps than the longest one need not start at once: they can come in later,
+longest ones first, and share their prompts' computation with the decodes of those that started before. That holds for
+sequences that end by length alone and whose caller waits for others anyway (`Sequence.may_wait`), once there are rows
+and memory for all of them.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from nanovllm.engine.sequence import Sequence
 
-ROUNDS = 4  # steps over which prompts are spread
+ROUNDS = 4  # steps over which prompts are spread to fit graphs
+TILE = 128  # rows that the kernels of matrix multiplication take together: a step is filled up to a multiple of it
+MARGIN = 64  # steps by which the end may be put off to even out the steps before it
+
+
+def longest_first(waiting: Iterable[Sequence]) -> list[Sequence]:
+    """Those with more tokens to come start earlier, equal ones in order of arrival."""
+    return sorted(waiting, key=_steps_to_come, reverse=True)
 
 
 @dataclass(frozen=True)
@@ -19,23 +34,53 @@ class Pacer:
 
     Args:
         graph_tokens: tokens of the largest graph.
+        spreads: also let sequences that may wait start later.
     """
 
     graph_tokens: int
+    spreads: bool
 
-    def prompt_tokens(self, num_decodes: int, prompts: Iterable[Sequence]) -> int | None:
+    def may_spread(self, waiting: Iterable[Sequence]) -> bool:
+        """Whether all of these can be put off, and none has been already by a lack of memory."""
+        return self.spreads and all(seq.may_wait and not seq.num_preemptions for seq in waiting)
+
+    def prompt_tokens(
+        self, num_decodes: int, prompts: Iterable[Sequence], running: Iterable[Sequence], spread: bool
+    ) -> int | None:
         """Prompt tokens that a step should take in; None: as many as it has room for.
 
         Args:
             num_decodes: tokens in the step already.
-            prompts: sequences with prompt tokens to compute; at least one. No more of them are looked at than it takes.
+            prompts: sequences with prompt tokens to compute, in the order in which they will be; at least one. No more
+                of them are looked at than it takes, unless they are spread.
+            running: those that run, in the middle of their prompt or not.
+            spread: `prompts` are all there are, and may wait.
         """
+        room, left = self.graph_tokens - num_decodes, 0
+        if spread:
+            prompts = list(prompts)
+            rate = _rate(prompts, running)
+            if rate <= room:
+                return min(math.ceil((num_decodes + rate) / TILE) * TILE - num_decodes, room)
         if not num_decodes:
             return None
-        room, left = self.graph_tokens - num_decodes, 0
         for seq in prompts:
             left += seq.num_uncomputed_tokens
             # No graph has the logits of a prompt's tokens.
             if left > ROUNDS * room or seq.needs_prompt_scores:
                 return None
         return room
+
+
+def _rate(prompts: list[Sequence], running: Iterable[Sequence]) -> float:
+    """Prompt tokens needed in every step from now on for all to be through when the longest one is."""
+    end = MARGIN + max(map(_steps_to_come, [*running, *prompts]))
+    tokens, rate = 0, 0.0
+    for seq in prompts:
+        tokens += seq.num_uncomputed_tokens
+        rate = max(rate, tokens / (end - _steps_to_come(seq)))
+    return rate
+
+
+def _steps_to_come(seq: Sequence) -> int:
+    return seq.max_len - seq.num_tokens

@@ -24,7 +24,7 @@ from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.detokenizer import StopChecker
 from nanovllm.engine.finish import finish_reason
 from nanovllm.engine.grammar import Grammar
-from nanovllm.engine.pacing import Pacer
+from nanovllm.engine.pacing import Pacer, longest_first
 from nanovllm.engine.sequence import Sequence, Status
 
 Logprobs = tuple[list[int], list[float]]  # token ids and log-probabilities of one draw, the drawn token first
@@ -224,8 +224,17 @@ class Scheduler:
         pacer, num_rows = self._pacer, len(self._free_rows)
         if pacer is None or not (in_prompt or (self.waiting and num_rows)):
             return budget
-        tokens = pacer.prompt_tokens(num_decodes, chain(in_prompt, islice(self.waiting, num_rows)))
+        spread = len(self.waiting) <= num_rows and pacer.may_spread([*in_prompt, *self.waiting]) and self._all_fit()
+        if spread:
+            self.waiting = deque(longest_first(self.waiting))
+        prompts = chain(in_prompt, islice(self.waiting, num_rows))
+        tokens = pacer.prompt_tokens(num_decodes, prompts, self.running, spread)
         return budget if tokens is None else min(budget, tokens)
+
+    def _all_fit(self) -> bool:
+        """Whether there is memory for all that wait, as long as they may become."""
+        blocks = self.block_manager
+        return sum(-(-seq.max_len // blocks.block_size) for seq in self.waiting) <= blocks.num_free_blocks
 
     def _take(self, seq: Sequence, num_tokens: int) -> Scheduled:
         start = seq.num_computed_tokens

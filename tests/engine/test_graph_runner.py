@@ -82,7 +82,7 @@ def answers(folder, graphs, chunk):
             runner = llm.model_runner
             with torch.inference_mode():
                 runner.graphs = Replayed(runner, graph_keys(limits, runner.attention))
-            llm.scheduler._pacer = Pacer(limits.max_graph_tokens)
+            llm.scheduler._pacer = Pacer(limits.max_graph_tokens, False)
         outs = llm.generate(prompts, params, use_tqdm=False)
         keep = ("token_ids", "completions", "logprobs")
         return [{name: out.get(name) for name in keep} for out in outs], llm.model_runner.graphs, finder.num_found

@@ -2,16 +2,16 @@ import random
 
 import pytest
 
-from nanovllm.engine.pacing import ROUNDS, Pacer
+from nanovllm.engine.pacing import MARGIN, ROUNDS, TILE, Pacer
 from nanovllm.engine.sequence import Sequence
 from tests.engine.simulation import Simulation, expected_completion
 
 GRAPH_TOKENS = 300
 
 
-def simulation(**options):
-    pacer = Pacer(GRAPH_TOKENS)
-    return Simulation(4000, 16, 64, 2048, caching=False, pacer=pacer, **options)
+def simulation(spreads, num_blocks=4000, **options):
+    pacer = Pacer(GRAPH_TOKENS, spreads)
+    return Simulation(num_blocks, 16, 64, 2048, caching=False, pacer=pacer, **options)
 
 
 def prompt(rng, length):
@@ -28,7 +28,7 @@ def decoding(sim, rng, count, max_tokens=500):
 
 @pytest.mark.parametrize(("extra", "expected"), [(0, GRAPH_TOKENS), (1, 20 + ROUNDS * 280 + 1)])
 def test_few_prompt_tokens_beside_decodes_come_in_graphs_and_many_at_once(extra, expected):
-    sim, rng = simulation(), random.Random(0)
+    sim, rng = simulation(False), random.Random(0)
     decoding(sim, rng, 20)
     sim.add(prompt(rng, ROUNDS * 280 - 100), 4)
     sim.add(prompt(rng, 100 + extra), 4)
@@ -36,38 +36,59 @@ def test_few_prompt_tokens_beside_decodes_come_in_graphs_and_many_at_once(extra,
 
 
 def test_prompts_with_nothing_beside_them_come_at_once():
-    sim, rng = simulation(), random.Random(0)
+    sim, rng = simulation(False), random.Random(0)
     sim.add(prompt(rng, 500), 4)
     assert sim.step().num_tokens == 500
 
 
 def test_prompts_whose_log_probabilities_are_asked_for_come_at_once():
-    sim, rng = simulation(), random.Random(0)
+    sim, rng = simulation(False), random.Random(0)
     decoding(sim, rng, 20)
     sim.add(prompt(rng, 500), 4).scores_prompt = True
     assert sim.step().num_tokens == 520
 
 
 def test_no_more_waiting_prompts_are_looked_at_than_it_takes(monkeypatch):
-    sim, rng = simulation(), random.Random(0)
+    sim, rng = simulation(False), random.Random(0)
     decoding(sim, rng, 20)
     for _ in range(44):
         sim.add(prompt(rng, 400), 4)
     looked_at = []
     monkeypatch.setattr(Sequence, "needs_prompt_scores", property(lambda seq: looked_at.append(seq.seq_id)))
     pacer = sim.scheduler._pacer
-    assert pacer.prompt_tokens(20, sim.scheduler.waiting) is None
+    assert pacer.prompt_tokens(20, sim.scheduler.waiting, [], False) is None
     assert len(set(looked_at)) <= 3
 
 
 @pytest.mark.parametrize("delay", [0, 1])
-def test_spread_prompts_are_completed_as_they_would_be_at_once(delay):
-    sim, rng = simulation(delay=delay), random.Random(1)
-    work = [(prompt(rng, rng.randint(1, 400)), rng.randint(1, 60)) for _ in range(100)]  # 64 run at the same time
+def test_sequences_of_a_batch_start_longest_first_and_end_when_the_longest_does(delay):
+    sim, rng = simulation(True, delay=delay), random.Random(1)
+    work = [(prompt(rng, rng.randint(50, 400)), rng.randint(20, 300)) for _ in range(60)]
     for text, max_tokens in work:
-        sim.add(text, max_tokens)
+        sim.add(text, max_tokens, comes_with_batch=True)
     sim.run(1000)
     for seq, (text, max_tokens) in zip(sim.sequences, work, strict=True):
         assert seq.completion_token_ids == expected_completion(text, len(text) + max_tokens, True)
-    sizes = [batch.num_tokens for batch in sim.batches if 0 < batch.num_decode_tokens < batch.num_tokens]
-    assert sum(size <= GRAPH_TOKENS for size in sizes) >= 10
+    longest = max(max_tokens for _, max_tokens in work)
+    assert len(sim.batches) <= longest + MARGIN + 2 + 2 * delay
+    assert all(batch.num_tokens <= GRAPH_TOKENS for batch in sim.batches)
+    with_prompts = [batch for batch in sim.batches if batch.num_tokens > batch.num_decode_tokens]
+    # Whole tiles, but where a 1-token rest of a prompt counts as a decode or the prompts end.
+    assert sum(batch.num_tokens % TILE == 0 for batch in with_prompts) > 0.9 * len(with_prompts)
+    started = [seq.params.max_tokens for batch in sim.batches for seq in batch.admitted]
+    assert started == sorted((max_tokens for _, max_tokens in work), reverse=True)
+    assert len(with_prompts) > 30
+
+
+@pytest.mark.parametrize("reason", ["off", "alone", "may stop", "no memory"])
+def test_sequences_start_at_once_where_waiting_would_cost(reason):
+    """Those that somebody looks at as they come, that may end early, or that wait for memory anyway."""
+    sim = simulation(reason != "off", num_blocks=100 if reason == "no memory" else 4000)
+    rng = random.Random(2)
+    for i in range(20):
+        sim.add(prompt(rng, 100), 10 + i, ignore_eos=reason != "may stop", comes_with_batch=reason != "alone")
+    batch = sim.step()
+    assert batch.num_tokens == (100 * len(batch.admitted) if reason == "no memory" else 2000)
+    assert [seq.seq_id for seq in batch.admitted] == list(range(len(batch.admitted)))
+    sim.run(2000)
+    assert len(sim.finished) == 20

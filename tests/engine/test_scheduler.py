@@ -25,8 +25,10 @@ def workloads(draw):
         prompt = (draw(st.sampled_from(prefixes)) + draw(st.lists(TOKENS, min_size=1, max_size=6)))[
             : num_blocks * block_size
         ]
-        requests.append((prompt, draw(st.integers(1, 12)), draw(st.booleans()), draw(st.integers(0, 6))))
-    pacer = st.builds(Pacer, st.integers(1, 20))
+        requests.append(
+            (prompt, draw(st.integers(1, 12)), draw(st.booleans()), draw(st.integers(0, 6)), draw(st.booleans()))
+        )
+    pacer = st.builds(Pacer, st.integers(1, 20), st.booleans())
     return {
         "pool": (num_blocks, block_size, max_num_seqs, draw(st.integers(max_num_seqs, 20))),
         "caching": draw(st.booleans()),
@@ -44,13 +46,13 @@ def test_every_request_gets_its_own_completion_whatever_the_pressure(work):
     arrivals = sorted(work["requests"], key=lambda request: request[3])
     # Every step computes at least one token of the oldest running sequence, which is never preempted, unless it
     # waits for a result in flight. So each sequence in turn needs at most its length in steps, times the delay.
-    total = sum(len(prompt) + max_tokens + 2 for prompt, max_tokens, _, _ in arrivals)
+    total = sum(len(prompt) + max_tokens + 2 for prompt, max_tokens, *_ in arrivals)
     max_steps = (total + 8) * (1 + work["delay"]) + 8
     clock = 0
     while arrivals or not sim.scheduler.is_finished():
         while arrivals and arrivals[0][3] <= clock:
-            prompt, max_tokens, ignore_eos, _ = arrivals.pop(0)
-            sim.add(prompt, max_tokens, ignore_eos)
+            prompt, max_tokens, ignore_eos, _, with_batch = arrivals.pop(0)
+            sim.add(prompt, max_tokens, ignore_eos, with_batch)
         if not sim.scheduler.is_finished():
             sim.step()
         clock += 1
@@ -72,8 +74,8 @@ def test_every_request_gets_its_own_completion_whatever_the_pressure(work):
 @given(workloads(), st.data())
 def test_abort_at_any_time_leaves_the_others_alone(work, data):
     sim = Simulation(*work["pool"], caching=work["caching"], delay=work["delay"], pacer=work["pacer"])
-    for prompt, max_tokens, ignore_eos, _ in work["requests"]:
-        sim.add(prompt, max_tokens, ignore_eos)
+    for prompt, max_tokens, ignore_eos, _, with_batch in work["requests"]:
+        sim.add(prompt, max_tokens, ignore_eos, with_batch)
     aborted = set()
 
     def maybe_abort():
