@@ -20,7 +20,9 @@ from nanovllm.engine.sequence import Sequence
 
 ROUNDS = 4  # steps over which prompts are spread to fit graphs
 TILE = 128  # rows that the kernels of matrix multiplication take together: a step is filled up to a multiple of it
-MARGIN = 64  # steps by which the end may be put off to even out the steps before it
+# A step that waits for the weights takes as long as some 160 prompt tokens beside many others, of which a third or more
+# is saved. So for each so many prompt tokens the end of the whole may be put off by a step.
+TOKENS_A_STEP = 1600
 
 
 def longest_first(waiting: Iterable[Sequence]) -> list[Sequence]:
@@ -61,7 +63,8 @@ class Pacer:
             prompts = list(prompts)
             rate = _rate(prompts, running)
             if rate <= room:
-                return min(math.ceil((num_decodes + rate) / TILE) * TILE - num_decodes, room)
+                tiles = math.ceil((num_decodes + rate) / TILE)
+                return min(tiles * TILE - num_decodes, room) if num_decodes else room
         if not num_decodes:
             return None
         for seq in prompts:
@@ -74,7 +77,8 @@ class Pacer:
 
 def _rate(prompts: list[Sequence], running: Iterable[Sequence]) -> float:
     """Prompt tokens needed in every step from now on for all to be through when the longest one is."""
-    end = MARGIN + max(map(_steps_to_come, [*running, *prompts]))
+    left = sum(seq.num_uncomputed_tokens for seq in prompts)
+    end = max(map(_steps_to_come, [*running, *prompts])) + left / TOKENS_A_STEP
     tokens, rate = 0, 0.0
     for seq in prompts:
         tokens += seq.num_uncomputed_tokens

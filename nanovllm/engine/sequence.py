@@ -121,7 +121,7 @@ class Sequence:
     @property
     def may_wait(self) -> bool:
         """It is known when it will end, and nobody looks at it before others have ended, too."""
-        return self.comes_with_batch and not self.may_stop
+        return self.comes_with_batch and not self.may_stop and not self.scores_prompt
 
     @property
     def needs_prompt_scores(self) -> bool:
