@@ -70,7 +70,7 @@ def _decode_kernel(
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
     MERGE_GROUP: tl.constexpr, MERGE_ROWS: tl.constexpr, FIELDS: tl.constexpr, WINDOW: tl.constexpr,
-    SHARED: tl.constexpr, PDL: tl.constexpr, NATIVE: tl.constexpr, SOFTCAP: tl.constexpr,
+    SHARED: tl.constexpr, SPARSE: tl.constexpr, PDL: tl.constexpr, NATIVE: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """One program: one KV head, its GROUP query heads, and one work item (a split of one sequence).
 
@@ -87,6 +87,9 @@ def _decode_kernel(
     item = tl.program_id(1)
     # What is loaded before the wait comes from L2: the L1 cache may be older than what was waited for.
     CACHE: tl.constexpr = ".cg" if SHARED else ""
+    if SPARSE:  # noqa: SIM102  # many programs have nothing to do: they leave before they load what the others need
+        if item >= tl.load(count_ptr, cache_modifier=CACHE):
+            return
     record = items_ptr + item * FIELDS
     seq = tl.load(record, cache_modifier=CACHE)
     row = tl.load(record + 1, cache_modifier=CACHE)
@@ -98,8 +101,9 @@ def _decode_kernel(
     if SHARED:
         shared_first = tl.load(record + 6, cache_modifier=CACHE)
         shared = tl.load(record + 7, cache_modifier=CACHE)
-    if item >= tl.load(count_ptr, cache_modifier=CACHE):
-        return
+    if not SPARSE:  # noqa: SIM102
+        if item >= tl.load(count_ptr, cache_modifier=CACHE):
+            return
     if WINDOW:  # an item's first grain holds a visible key, but its first tile need not
         visible = tl.load(record + 6)
         start = tl.maximum(start, visible // BLOCK_N * BLOCK_N)
@@ -241,6 +245,7 @@ def paged_decode(
     shared: bool = False,
     kv_scales: torch.Tensor | None = None,
     softcap: float | None = None,
+    sparse: bool = False,
     config: tuple[int, int, int] | None = None,
 ) -> torch.Tensor:
     """Attention of one new token per sequence over its context (its plan's window); `plan.update` has seen this batch.
@@ -253,8 +258,10 @@ def paged_decode(
     shared: `plan.update` was told of shared prefixes, and `shared_parts` has seen to them
     kv_scales: [2, num_kv_heads] float32, of a cache in float8: of keys, then of values
     softcap: soft cap of the scores (`softcap.soft_cap`); None: none
+    sparse: as `plan.update` was told
     config: `tile_config`'s, for tuning
-    Returns [batch, num_q_heads, head_dim], contiguous, of q's dtype; zeros for a sequence of context length 0.
+    Returns [batch, num_q_heads, head_dim], contiguous, of q's dtype; zeros for a sequence of context length 0, or
+    nothing, if sparse.
     """
     batch, num_q_heads, head_dim = q.shape
     _, block_size, num_kv_heads, _ = k_cache.shape
@@ -265,7 +272,7 @@ def paged_decode(
     padded_group, padded_dim = triton.next_power_of_2(group), triton.next_power_of_2(head_dim)
     if out is None:
         out = torch.empty((batch, num_q_heads, head_dim), dtype=q.dtype, device=q.device)
-    _decode_kernel[(num_kv_heads, plan.max_items(batch, shared))](
+    _decode_kernel[(num_kv_heads, plan.max_items(batch, shared, sparse))](
         q,
         k_cache,
         v_cache,
@@ -298,6 +305,7 @@ def paged_decode(
         FIELDS=ITEM_FIELDS,
         WINDOW=plan.window or 0,
         SHARED=shared,
+        SPARSE=sparse,
         PDL=pdl,
         NATIVE=q.is_cuda and q.dtype != torch.float32,
         SOFTCAP=softcap,

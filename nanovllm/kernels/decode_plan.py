@@ -22,10 +22,15 @@ SPREAD = 2  # work items a sequence, beyond the one wave, that even out lengths
 
 
 @triton.jit
-def _pieces(length, split, GRAIN: tl.constexpr):
-    """(size, number) of a sequence's splits: equal ones of at most `split` keys, none empty but an empty sequence's."""
-    size = tl.maximum(tl.cdiv(tl.cdiv(length, tl.maximum(tl.cdiv(length, split), 1)), GRAIN), 1) * GRAIN
-    return size, tl.maximum(tl.cdiv(length, size), 1)
+def _pieces(length, hidden, split, GRAIN: tl.constexpr, SPARSE: tl.constexpr):
+    """(size, number) of the splits of what is not hidden: equal ones of at most `split` keys, only a lone one empty.
+
+    SPARSE: none at all of an empty sequence.
+    """
+    own = length - hidden
+    size = tl.maximum(tl.cdiv(tl.cdiv(own, tl.maximum(tl.cdiv(own, split), 1)), GRAIN), 1) * GRAIN
+    number = tl.maximum(tl.cdiv(own, size), 1)
+    return size, tl.where(length > 0, number, 0) if SPARSE else number
 
 
 @triton.jit
@@ -43,27 +48,33 @@ def _hidden(length, hidden_ptr, seq, mask, WINDOW: tl.constexpr, SHARED: tl.cons
 
 
 @triton.jit(
-    do_not_specialize=["batch", "target_items", "min_split", "first_slot"],
+    do_not_specialize=["batch", "max_items", "many", "min_split", "first_slot"],
     do_not_specialize_on_alignment=["rows_ptr", "context_lens_ptr", "hidden_ptr", "bases_ptr", "parts_ptr"],
 )
 def _plan_kernel(
-    items_ptr, count_ptr, rows_ptr, context_lens_ptr, hidden_ptr, bases_ptr, parts_ptr, batch, target_items,
-    min_split, first_slot,
+    items_ptr, count_ptr, rows_ptr, context_lens_ptr, hidden_ptr, bases_ptr, parts_ptr, batch, max_items,
+    many, min_split, first_slot,
     GRAIN: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr, WINDOW: tl.constexpr, SHARED: tl.constexpr,
+    SPARSE: tl.constexpr,
 ):  # fmt: skip
     """One program a sequence: write the sequence's work items; program 0 also their number over the batch.
 
     Every program reads all lengths, twice (the sum sets the split size, the size the offsets): cheaper than a second
-    launch. The items number at most `batch + target_items`: each sequence's last split may be short.
+    launch. The items number at most `max_items`, which leaves one for each sequence's last split, which may be short.
+    `min_split` holds for `many` sequences and more.
     """
     seq = tl.program_id(0)
     lanes = tl.arange(0, CHUNK)
     total = tl.zeros([CHUNK], tl.int64)
+    present = tl.zeros([CHUNK], tl.int32)
     for chunk in range(0, batch, CHUNK):
         index = chunk + lanes
         lengths = tl.load(context_lens_ptr + index, mask=index < batch, other=0)
         total += lengths - _hidden(lengths, hidden_ptr, index, index < batch, WINDOW, SHARED, GRAIN)
-    split = tl.cdiv(tl.maximum(tl.cdiv(tl.sum(total), target_items), min_split), GRAIN).to(tl.int32) * GRAIN
+        present += (lengths > 0).to(tl.int32)
+    num_seqs = tl.sum(present) if SPARSE else batch
+    least = tl.where(num_seqs >= many, min_split, GRAIN)
+    split = tl.cdiv(tl.maximum(tl.cdiv(tl.sum(total), max_items - num_seqs), least), GRAIN).to(tl.int32) * GRAIN
 
     before = tl.zeros([CHUNK], tl.int32)
     count = tl.zeros([CHUNK], tl.int32)
@@ -71,7 +82,7 @@ def _plan_kernel(
         index = chunk + lanes
         lengths = tl.load(context_lens_ptr + index, mask=index < batch, other=0)
         hidden = _hidden(lengths, hidden_ptr, index, index < batch, WINDOW, SHARED, GRAIN)
-        _, numbers = _pieces(lengths - hidden, split, GRAIN)
+        _, numbers = _pieces(lengths, hidden, split, GRAIN, SPARSE)
         count += tl.where(index < batch, numbers, 0)
         before += tl.where(index < seq, numbers, 0)
     first = tl.sum(before)
@@ -81,7 +92,7 @@ def _plan_kernel(
     length = tl.load(context_lens_ptr + seq)
     row = tl.load(rows_ptr + seq)
     skipped = _hidden(length, hidden_ptr, seq, True, WINDOW, SHARED, GRAIN)
-    piece, splits = _pieces(length - skipped, split, GRAIN)
+    piece, splits = _pieces(length, skipped, split, GRAIN, SPARSE)
     for chunk in range(0, splits, CHUNK):
         index = chunk + lanes
         mask = index < splits
@@ -146,12 +157,12 @@ class DecodePlan:
         """For layers that see the last `window` keys only: a work list of its own in the same workspace."""
         return replace(self, items=self.items.clone(), count=self.count.clone(), window=window)
 
-    def max_items(self, batch: int, shared: bool = False) -> int:
+    def max_items(self, batch: int, shared: bool = False, sparse: bool = False) -> int:
         """Bound on a batch's work items: one wave, SPREAD a sequence, and one that each sequence's rounding may add.
 
-        What is left of a sequence after its shared prefix is short.
+        What is left of a sequence after its shared prefix is short, and of a sparse batch many are none.
         """
-        return self.wave + (1 if shared else SPREAD) * batch + batch
+        return self.wave + (1 if shared or sparse else SPREAD) * batch + batch
 
     @property
     def shared_wave(self) -> int:
@@ -159,12 +170,17 @@ class DecodePlan:
         return -(-self.wave // PROGRAMS_PER_CORE)
 
     def update(
-        self, rows: torch.Tensor, context_lens: torch.Tensor, shared: SharedPrefixes[torch.Tensor] | None = None
+        self,
+        rows: torch.Tensor,
+        context_lens: torch.Tensor,
+        shared: SharedPrefixes[torch.Tensor] | None = None,
+        sparse: bool = False,
     ) -> None:
         """Plan a batch on the device.
 
         rows, context_lens: [batch] int32, rows of the block tables and lengths
         shared: what the pass over shared prefixes sees of this batch, if there is one
+        sparse: sequences of length 0 are none: nothing is written for them
         """
         assert shared is None or self.window is None
         batch = rows.shape[0]
@@ -177,13 +193,15 @@ class DecodePlan:
             shared.bases if shared else rows,
             shared.parts if shared else rows,
             batch,
-            self.max_items(batch, shared is not None) - batch,
-            MIN_SPLIT if batch >= 2 * self.wave else self.grain,
+            self.max_items(batch, shared is not None, sparse),
+            2 * self.wave,
+            MIN_SPLIT,
             self.capacity,
             GRAIN=self.grain,
             CHUNK=256,
             FIELDS=ITEM_FIELDS,
             WINDOW=self.window or 0,
             SHARED=shared is not None,
+            SPARSE=sparse,
             num_warps=1,
         )

@@ -75,14 +75,18 @@ class TritonAttention:
         prompts: GraphPrompts | None = None,
     ) -> TritonPlan:
         prefixes = self.shared if shared else None
-        self._plan_decodes(rows, context_lens, prefixes)
+        self._plan_decodes(rows, context_lens, prefixes, sparse=prompts is not None)
         return TritonPlan(len(rows), None, prefixes, prompts)
 
     def _plan_decodes(
-        self, rows: torch.Tensor, context_lens: torch.Tensor, shared: SharedPrefixes[torch.Tensor] | None
+        self,
+        rows: torch.Tensor,
+        context_lens: torch.Tensor,
+        shared: SharedPrefixes[torch.Tensor] | None,
+        sparse: bool = False,
     ) -> None:
         for window, plan in self._decode_plans.items():
-            plan.update(rows, context_lens, shared if window is None else None)
+            plan.update(rows, context_lens, shared if window is None else None, sparse)
 
     def attend(
         self,
@@ -131,4 +135,5 @@ class TritonAttention:
         args = (q, k_cache, v_cache, step.block_tables, scale)
         if shared is not None:
             shared_parts(*args, shared, decode_plan, pdl, kv_scales, softcap)
-        return paged_decode(*args, decode_plan, out, pdl, shared is not None, kv_scales, softcap)
+        sparse = step.plan.prompts is not None
+        return paged_decode(*args, decode_plan, out, pdl, shared is not None, kv_scales, softcap, sparse)

@@ -253,3 +253,28 @@ def test_graph_replays_with_changed_lengths():
         graph.replay()
         for out in outs:
             compare(out, q, k, v, tables, rows, lens, scale)
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("num_empty", [1, 300])
+def test_a_sparse_batch_leaves_empty_sequences_alone(num_empty, window):
+    """They cost no work item, so that the others are cut as finely as without them."""
+    lens = [300, 1, 700, 64]
+    k, v, tables, rows = make_cache([*lens, *[1] * num_empty], 16, 2, 64, torch.float32)
+    batch = len(rows)
+    q = make_q(batch, 6, 2, 64, torch.float32)
+    order = torch.randperm(batch)
+    q, rows = q[order.to(DEVICE)], rows[order.to(DEVICE)]
+    lens = torch.tensor([*lens, *[0] * num_empty], dtype=torch.int32)[order].to(DEVICE)
+    plan = make_plan(batch, 6, 2, 64)
+    plan = plan.with_window(window) if window else plan
+    plan.update(rows, lens, sparse=True)
+    out = torch.full(q.shape, 7.0, device=DEVICE)
+    paged_decode(q, k, v, tables, 0.125, plan, out=out, sparse=True)
+    some = lens > 0
+    compare(out[some], q[some], k, v, tables, rows[some], lens[some], 0.125, window)
+    assert (out[~some] == 7).all()
+    assert not plan.arrived.any()
+    # Of at most MIN_SPLIT keys, or a grain where that fills less than two waves; a window leaves one grain of each.
+    pieces = [1, 1, 1, 1] if window else [2, 1, 3, 1] if 2 * plan.wave <= 4 else [5, 1, 11, 1]
+    assert int(plan.count) == sum(pieces)
