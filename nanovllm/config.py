@@ -59,8 +59,8 @@ class Config:
             that pays (default: with the `triton` backend, which alone can).
         overlap: prepare a step while the one before runs (default: on a GPU). The tokens are the same either way.
         paced_prompts: let sequences of one `generate` whose lengths are known (`ignore_eos`, no stops) start later than
-            they could, longest ones first, so that their prompts are computed beside the others' decodes (default: on
-            GPUs that have so many weights to read in a step that this makes the whole faster).
+            they could, longest ones first, so that their prompts are computed beside the others' decodes: the whole
+            ends earlier, but single ones wait longer (default: on a GPU with 10 GiB of weights or more to read).
         seed: seed of every request (any integer of 64 bits).
 
     Raises:

@@ -134,7 +134,8 @@ def _build_engine_parts(config: Config) -> EngineParts:
     blocks = BlockManager(num_blocks, rank.block_size, config.enable_prefix_caching)
     eos = eos_token_ids(checkpoint, tokenizer, spec.vocab_size)
     limits = rank.limits
-    pacer = choose_pacer(config.paced_prompts, rank.model, runner.graphs, rank.attention, limits)
+    paced = rank.use_graphs and rank.attention.graph_prompts
+    pacer = choose_pacer(config.paced_prompts, rank.model, limits) if paced else None
     finder = shared_prefix_finder(rank.attention, rank.model.spec, rank.block_size, rank.kv_dtype)
     return EngineParts(
         tokenizer=tokenizer,
@@ -184,6 +185,9 @@ def build_rank(
         if attention.name == "triton":
             raise ValueError("shared_prefix_attention needs layers without a window, of which this model has none")
         raise ValueError(f"shared_prefix_attention needs attention_backend 'triton', not {attention.name!r}")
+    use_graphs = device.type == "cuda" and attention.graphs and not config.enforce_eager
+    if config.paced_prompts and not (use_graphs and attention.graph_prompts):
+        raise ValueError("paced_prompts needs CUDA graphs (a GPU, no enforce_eager) and attention_backend 'triton'")
     block_size = choose_block_size(config.kvcache_block_size, attention)
     build = Build(dtype, device, ops, attention, limits.max_model_len, ranks)
     model = load_model(held, build, config, checkpoint, quantization)
@@ -197,7 +201,6 @@ def build_rank(
 
     if kv_dtype == FP8:
         kv_scales = measure_kv_scales(runner_for(calibration_blocks(limits, block_size), dtype), limits)
-    use_graphs = device.type == "cuda" and attention.graphs and not config.enforce_eager
     block_bytes = kv_bytes_per_block(held, kv_dtype, block_size)
     if device.type == "cuda":
         small = runner_for(1)

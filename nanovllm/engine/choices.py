@@ -7,12 +7,13 @@ from typing import Any
 import torch
 
 from nanovllm.config import Config, Limits
-from nanovllm.engine.graph_runner import GraphRunner
+from nanovllm.engine.graph_inputs import MAX_PROMPTS
 from nanovllm.engine.pacing import Pacer
 from nanovllm.engine.shared_prefix import SharedPrefixFinder
 from nanovllm.kernels.reference import FP8
 from nanovllm.layers.attention import AttentionBackend, TorchAttention
 from nanovllm.layers.flash_attention import FlashAttention
+from nanovllm.layers.linear import Linear
 from nanovllm.layers.ops import Ops, torch_ops, triton_ops
 from nanovllm.layers.parallel import Ranks
 from nanovllm.models.decoder import DecoderSpec
@@ -129,25 +130,16 @@ def choose_backend(
     return triton_ops(device, dtype), TritonAttention(*shape, device, windows, share)
 
 
-def choose_pacer(
-    asked: bool | None,
-    model: torch.nn.Module,
-    graphs: GraphRunner | None,
-    attention: AttentionBackend,
-    limits: Limits,
-) -> Pacer | None:
-    """What bounds the prompt tokens of steps; `asked`: to let sequences start later (default: with much to read).
+def choose_pacer(asked: bool | None, model: torch.nn.Module, limits: Limits) -> Pacer:
+    """What bounds the prompt tokens of steps; `asked`: to let sequences start later (default: with much to read)."""
+    spreads = weight_bytes(model) >= PACED_WEIGHTS if asked is None else asked
+    return Pacer(limits.max_graph_tokens, MAX_PROMPTS, spreads)
 
-    Raises:
-        ValueError: asked for without graphs that hold prompts.
-    """
-    if graphs is None or not attention.graph_prompts:
-        if asked:
-            raise ValueError("paced_prompts needs CUDA graphs and attention_backend 'triton'")
-        return None
-    weights = sum(parameter.nbytes for parameter in model.parameters())
-    spreads = weights >= PACED_WEIGHTS if asked is None else asked
-    return Pacer(limits.max_graph_tokens, spreads)
+
+def weight_bytes(model: torch.nn.Module) -> int:
+    """Of a loaded model, in whatever form its layers keep them."""
+    float8 = sum(layer.fp8.values.nbytes for layer in model.modules() if isinstance(layer, Linear) and layer.fp8)
+    return float8 + sum(parameter.nbytes for parameter in model.parameters())
 
 
 def shared_prefix_finder(

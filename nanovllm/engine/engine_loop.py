@@ -137,7 +137,7 @@ class EngineLoop:
         params: SamplingParams,
         requests: list[Request],
         by_step: bool = False,
-        with_batch: bool = False,
+        batch: int | None = None,
     ) -> None:
         first_id = self._next_seq_id
         self._next_seq_id += params.n
@@ -155,7 +155,7 @@ class EngineLoop:
         request.by_step = by_step
         requests.append(request)
         for seq in request.sequences:
-            seq.comes_with_batch = with_batch
+            seq.batch = batch
             self._requests[seq.seq_id] = request
             self.scheduler.add(seq)
 

@@ -41,7 +41,7 @@ def graph_keys(limits: Limits, attention: AttentionBackend) -> list[GraphKey]:
         keys += [GraphKey(size, True, False) for size in _up_to(most, [4, 8, 16, *range(32, 8192, 32)])]
     if attention.graph_prompts and largest > 1:
         mixed = _up_to(largest, [16, 32, 64, *range(128, 8192, 128)])
-        keys += [GraphKey(size, shared, True) for shared in ([False, True] if shares else [False]) for size in mixed]
+        keys += [GraphKey(size, shared, True) for shared in {False, shares and most > 1} for size in mixed]
     return sorted(keys)
 
 

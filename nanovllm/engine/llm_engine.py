@@ -145,7 +145,7 @@ class LLMEngine(EngineLoop):
         try:
             with ExitStack() as run:
                 with collector_off():
-                    self._enqueue_all(self._checked(prompts, sampling_params), requests, with_batch=True)
+                    self._enqueue_all(self._checked(prompts, sampling_params), requests, together=True)
                     run.enter_context(collector_frozen())  # first: switched on again, it would look at all of it
                 self._run(requests, use_tqdm)
             return [request.output() for request in requests]
@@ -231,15 +231,16 @@ class LLMEngine(EngineLoop):
             ]
 
     def _enqueue_all(
-        self, checked: list[tuple[list[int], SamplingParams]], requests: list[Request], with_batch: bool = False
+        self, checked: list[tuple[list[int], SamplingParams]], requests: list[Request], together: bool = False
     ) -> None:
         """Queue all; `requests` grows with each, so that the caller knows them whenever this is interrupted.
 
-        `with_batch`: the caller waits for all of them.
+        `together`: the caller waits for all of them.
         """
         with self._open():
+            batch = self._next_seq_id if together else None
             for ids, params in checked:
-                self._enqueue(ids, params, requests, with_batch=with_batch)
+                self._enqueue(ids, params, requests, batch=batch)
 
     def _stream(self, checked: list[tuple[list[int], SamplingParams]]) -> Iterator[StreamOutput]:
         requests: list[Request] = []

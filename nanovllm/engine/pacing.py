@@ -8,8 +8,8 @@ Large models have a second reason: a decode step with fewer rows than a matrix m
 the weights to be read, and could compute other tokens at no cost. `LLM.generate` answers when its last sequence is
 through. So sequences that will take fewer steps than the longest one need not start at once: they can come in later,
 longest ones first, and share their prompts' computation with the decodes of those that started before. That holds for
-sequences that end by length alone and whose caller waits for others anyway (`Sequence.may_wait`), once there are rows
-and memory for all of them.
+sequences that end by length alone and whose caller waits for the others anyway (`may_spread`), once there are rows and
+memory for all of them.
 """
 
 import math
@@ -23,6 +23,15 @@ TILE = 128  # rows that the kernels of matrix multiplication take together: a st
 # A step that waits for the weights takes as long as some 160 prompt tokens beside many others, of which a third or more
 # is saved. So for each so many prompt tokens the end of the whole may be put off by a step.
 TOKENS_A_STEP = 1600
+MAX_SPREAD = 1024  # sequences, all of which are looked at in every step as long as they are spread
+
+
+def may_spread(seqs: list[Sequence]) -> bool:
+    """Whether these, all that wait or run, can be put off for each other, and none has been by a lack of memory."""
+    batch = seqs[0].batch
+    return len(seqs) <= MAX_SPREAD and all(
+        seq.may_wait and seq.batch == batch and not seq.num_preemptions for seq in seqs
+    )
 
 
 def longest_first(waiting: Iterable[Sequence]) -> list[Sequence]:
@@ -36,43 +45,48 @@ class Pacer:
 
     Args:
         graph_tokens: tokens of the largest graph.
-        spreads: also let sequences that may wait start later.
+        graph_prompts: prompts in a graph at most.
+        spreads: let sequences that may wait start later.
     """
 
     graph_tokens: int
+    graph_prompts: int
     spreads: bool
 
-    def may_spread(self, waiting: Iterable[Sequence]) -> bool:
-        """Whether all of these can be put off, and none has been already by a lack of memory."""
-        return self.spreads and all(seq.may_wait and not seq.num_preemptions for seq in waiting)
-
-    def prompt_tokens(
-        self, num_decodes: int, prompts: Iterable[Sequence], running: Iterable[Sequence], spread: bool
-    ) -> int | None:
+    def prompt_tokens(self, num_decodes: int, prompts: Iterable[Sequence]) -> int | None:
         """Prompt tokens that a step should take in; None: as many as it has room for.
 
         Args:
             num_decodes: tokens in the step already.
-            prompts: sequences with prompt tokens to compute, in the order in which they will be; at least one. No more
-                of them are looked at than it takes, unless they are spread.
-            running: those that run, in the middle of their prompt or not.
-            spread: `prompts` are all there are, and may wait.
+            prompts: sequences with prompt tokens to compute; at least one. No more of them are looked at than it takes.
         """
-        room, left = self.graph_tokens - num_decodes, 0
-        if spread:
-            prompts = list(prompts)
-            rate = _rate(prompts, running)
-            if rate <= room:
-                tiles = math.ceil((num_decodes + rate) / TILE)
-                return min(tiles * TILE - num_decodes, room) if num_decodes else room
         if not num_decodes:
             return None
-        for seq in prompts:
+        room = self.graph_tokens - num_decodes
+        count = left = of_first = 0  # the first ones, as many as a graph holds
+        for count, seq in enumerate(prompts, 1):
             left += seq.num_uncomputed_tokens
+            of_first = left if count <= self.graph_prompts else of_first
             # No graph has the logits of a prompt's tokens.
-            if left > ROUNDS * room or seq.needs_prompt_scores:
+            if left > ROUNDS * room or count > ROUNDS * self.graph_prompts or seq.needs_prompt_scores:
                 return None
-        return room
+        return min(room, of_first)
+
+    def spread_tokens(self, num_decodes: int, prompts: list[Sequence], running: Iterable[Sequence]) -> int | None:
+        """The same for sequences that `may_spread`; None: spreading would cost more than it brings.
+
+        Args:
+            num_decodes: tokens in the step already.
+            prompts: with prompt tokens to compute, in the order in which they will be; at least one.
+            running: those that run, in the middle of their prompt or not.
+        """
+        of_first = sum(seq.num_uncomputed_tokens for seq in prompts[: self.graph_prompts])
+        room = min(self.graph_tokens - num_decodes, of_first)
+        rate = _rate(prompts, running)
+        if rate > room:
+            return None
+        tiles = math.ceil((num_decodes + rate) / TILE)
+        return min(tiles * TILE - num_decodes, room) if num_decodes else room
 
 
 def _rate(prompts: list[Sequence], running: Iterable[Sequence]) -> float:

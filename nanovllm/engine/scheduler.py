@@ -5,7 +5,8 @@ computes some of the difference. Decode is "1 left", prefill is "many left", a c
 
 Order within the token budget: running sequences with one token left (so that nobody who is generating
 waits for a long prompt), running ones in the middle of their prompt, then waiting ones, each in order of
-arrival. An admitted sequence owns the blocks of all its tokens at once, so only decodes need new blocks later.
+arrival (but `pacing` may put waiting ones in another). An admitted sequence owns the blocks of all its tokens
+at once, so only decodes need new blocks later.
 When there are none, the running sequence that arrived last gives its blocks up and waits again, with its
 tokens. The oldest one is never preempted, and no sequence is admitted with a length limit beyond the whole
 pool, so the engine always makes progress.
@@ -24,7 +25,7 @@ from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.detokenizer import StopChecker
 from nanovllm.engine.finish import finish_reason
 from nanovllm.engine.grammar import Grammar
-from nanovllm.engine.pacing import Pacer, longest_first
+from nanovllm.engine.pacing import Pacer, longest_first, may_spread
 from nanovllm.engine.sequence import Sequence, Status
 
 Logprobs = tuple[list[int], list[float]]  # token ids and log-probabilities of one draw, the drawn token first
@@ -97,7 +98,7 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.eos_token_ids = eos_token_ids
         self._pacer = pacer
-        self.waiting: deque[Sequence] = deque()  # in order of arrival
+        self.waiting: deque[Sequence] = deque()  # in order of arrival, unless they are spread
         self.running: list[Sequence] = []  # in order of arrival
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self.counters = Counters()
@@ -224,17 +225,24 @@ class Scheduler:
         pacer, num_rows = self._pacer, len(self._free_rows)
         if pacer is None or not (in_prompt or (self.waiting and num_rows)):
             return budget
-        spread = len(self.waiting) <= num_rows and pacer.may_spread([*in_prompt, *self.waiting]) and self._all_fit()
-        if spread:
-            self.waiting = deque(longest_first(self.waiting))
-        prompts = chain(in_prompt, islice(self.waiting, num_rows))
-        tokens = pacer.prompt_tokens(num_decodes, prompts, self.running, spread)
+        tokens = None
+        if pacer.spreads and len(self.waiting) <= num_rows and may_spread([*self.running, *self.waiting]):
+            waiting = longest_first(self.waiting)
+            if self._all_fit():
+                tokens = pacer.spread_tokens(num_decodes, [*in_prompt, *waiting], self.running)
+            if tokens is not None:
+                self.waiting = deque(waiting)
+        if tokens is None:
+            tokens = pacer.prompt_tokens(num_decodes, chain(in_prompt, islice(self.waiting, num_rows)))
         return budget if tokens is None else min(budget, tokens)
 
     def _all_fit(self) -> bool:
-        """Whether there is memory for all that wait, as long as they may become."""
+        """Whether there is memory for all, as long as they may become."""
         blocks = self.block_manager
-        return sum(-(-seq.max_len // blocks.block_size) for seq in self.waiting) <= blocks.num_free_blocks
+        needed = sum(
+            -(-seq.max_len // blocks.block_size) - len(seq.block_table) for seq in (*self.running, *self.waiting)
+        )
+        return needed <= blocks.num_free_blocks
 
     def _take(self, seq: Sequence, num_tokens: int) -> Scheduled:
         start = seq.num_computed_tokens

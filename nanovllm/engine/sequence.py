@@ -70,7 +70,7 @@ class Sequence:
         # By something else than its length.
         ends = stop_checker is not None or grammar is not None or bool(params.stop_token_ids)
         self.may_stop = ends or not params.ignore_eos
-        self.comes_with_batch = False  # whoever asked for it gets nothing before all of a batch is through
+        self.batch: int | None = None  # which others it came with, if its caller gets nothing before all are through
         # What the next token may be depends on the last one: it has to be known before the next step is built.
         self.waits_for_tokens = grammar is not None
         self.grammar = grammar
@@ -120,8 +120,8 @@ class Sequence:
 
     @property
     def may_wait(self) -> bool:
-        """It is known when it will end, and nobody looks at it before others have ended, too."""
-        return self.comes_with_batch and not self.may_stop and not self.scores_prompt
+        """It is known when it will end, and nobody looks at it before the others of its batch have ended, too."""
+        return self.batch is not None and not self.may_stop and not self.scores_prompt
 
     @property
     def needs_prompt_scores(self) -> bool:

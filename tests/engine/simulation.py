@@ -104,14 +104,12 @@ class Simulation:
         self.finished: list[Sequence] = []
         self.batches: list[Batch] = []
 
-    def add(
-        self, prompt: list[int], max_tokens: int, ignore_eos: bool = True, comes_with_batch: bool = False
-    ) -> Sequence:
+    def add(self, prompt: list[int], max_tokens: int, ignore_eos: bool = True, batch: int | None = None) -> Sequence:
         blocks = self.scheduler.block_manager
         max_len = min(len(prompt) + max_tokens, blocks.num_blocks * blocks.block_size + 1)
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=ignore_eos)
         seq = Sequence(len(self.sequences), prompt, params, max_len, seed=0)
-        seq.comes_with_batch = comes_with_batch
+        seq.batch = batch
         self.sequences.append(seq)
         self.scheduler.add(seq)
         return seq

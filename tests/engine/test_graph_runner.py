@@ -1,4 +1,4 @@
-"""Steps as graphs run them, with prompt tokens as decodes of their own, replayed eagerly where there are no graphs."""
+"""Steps as graphs run them, decodes and prompts together, replayed eagerly where there are no graphs."""
 
 from itertools import product
 
@@ -8,6 +8,7 @@ import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import Limits
+from nanovllm.engine.graph_inputs import MAX_PROMPTS, GraphInputs, fill
 from nanovllm.engine.graph_runner import GraphKey, GraphRunner, graph_keys
 from nanovllm.engine.pacing import Pacer
 from nanovllm.engine.step import ROW_PARAMS, StepInput
@@ -55,7 +56,7 @@ def test_sizes_go_up_to_all_sequences_and_to_the_prompt_tokens_beside_them(max_n
     assert largest[True, False] == ([max_num_seqs] if shared and max_num_seqs > 1 else [])
     mixed = [min(max_num_seqs + 256, tokens)] if prompts and tokens > 1 else []
     assert largest[False, True] == mixed
-    assert largest[True, True] == (mixed if shared else [])
+    assert largest[True, True] == (mixed if shared and max_num_seqs > 1 else [])
 
 
 @pytest.fixture(scope="module")
@@ -82,14 +83,28 @@ def answers(folder, graphs, chunk):
             runner = llm.model_runner
             with torch.inference_mode():
                 runner.graphs = Replayed(runner, graph_keys(limits, runner.attention))
-            llm.scheduler._pacer = Pacer(limits.max_graph_tokens, False)
+            llm.scheduler._pacer = Pacer(limits.max_graph_tokens, MAX_PROMPTS, False)
         outs = llm.generate(prompts, params, use_tqdm=False)
         keep = ("token_ids", "completions", "logprobs")
         return [{name: out.get(name) for name in keep} for out in outs], llm.model_runner.graphs, finder.num_found
 
 
-@pytest.mark.parametrize("chunk", [12, 512])
-def test_graphs_with_prompt_tokens_give_what_eager_steps_give(model, chunk, monkeypatch):
+@pytest.fixture(scope="module")
+def windowed(tmp_path_factory):
+    """Layers with a window of 20 tokens and layers without."""
+    folder = tmp_path_factory.mktemp("windowed")
+    kinds = ["sliding_attention", "full_attention"]
+    config = small_config(
+        "gemma3", vocab_size=258, head_dim=16, num_hidden_layers=2, layer_types=kinds, sliding_window=20
+    )
+    save_random_model(folder, config)
+    save_tokenizer(folder)
+    return folder
+
+
+@pytest.mark.parametrize(("kind", "chunk"), [("model", 12), ("model", 512), ("windowed", 512)])
+def test_graphs_with_prompt_tokens_give_what_eager_steps_give(kind, chunk, monkeypatch, request):
+    model = request.getfixturevalue(kind)
     # A CPU's weights are packed, and nothing writes through them into a given buffer.
     monkeypatch.setattr(LMHead, "write_logits", lambda head, hidden, out: out.copy_(head(hidden)))
     expected, _, _ = answers(model, False, chunk)
@@ -136,3 +151,25 @@ def test_steps_run_in_the_smallest_graph_that_has_room(model):
         assert not graphs.fits(step(decode, (0, 200)))
         assert graphs.fits(step(decode, *[(0, 3)] * 64))
         assert not graphs.fits(step(decode, *[(0, 3)] * 65))
+
+
+def test_nothing_of_a_step_is_left_in_the_next_ones_inputs():
+    """What a graph reads of inputs that are filled again and again is what it reads of fresh ones."""
+    rng = np.random.default_rng(0)
+    used = GraphInputs.padding(80, 9)
+    for _ in range(200):
+        decodes, prompts = rng.integers(0, 5), rng.integers(0, 4)
+        chunks = [(int(rng.integers(1, 50)), 1) for _ in range(decodes)]
+        chunks += [(int(rng.integers(0, 50)), int(rng.integers(2, 20))) for _ in range(prompts)]
+        if not chunks:
+            continue
+        inputs, fresh = step(*chunks), GraphInputs.padding(80, 9)
+        fill(used, inputs, 9)
+        fill(fresh, inputs, 9)
+        names = ["rows", "context_lens", "given", "drawn_for"]
+        if prompts:
+            names += ["decode_lens", "prompt_lens", "prompt_starts"]
+            in_use = used.prompt_lens > 0
+            np.testing.assert_array_equal(used.prompt_rows[in_use], fresh.prompt_rows[in_use])
+        for name in names:
+            np.testing.assert_array_equal(getattr(used, name), getattr(fresh, name), err_msg=name)

@@ -25,10 +25,9 @@ def workloads(draw):
         prompt = (draw(st.sampled_from(prefixes)) + draw(st.lists(TOKENS, min_size=1, max_size=6)))[
             : num_blocks * block_size
         ]
-        requests.append(
-            (prompt, draw(st.integers(1, 12)), draw(st.booleans()), draw(st.integers(0, 6)), draw(st.booleans()))
-        )
-    pacer = st.builds(Pacer, st.integers(1, 20), st.booleans())
+        batch = draw(st.sampled_from([None, 1, 1, 2]))
+        requests.append((prompt, draw(st.integers(1, 12)), draw(st.booleans()), draw(st.integers(0, 6)), batch))
+    pacer = st.builds(Pacer, st.integers(1, 20), st.integers(1, 4), st.booleans())
     return {
         "pool": (num_blocks, block_size, max_num_seqs, draw(st.integers(max_num_seqs, 20))),
         "caching": draw(st.booleans()),
@@ -51,8 +50,8 @@ def test_every_request_gets_its_own_completion_whatever_the_pressure(work):
     clock = 0
     while arrivals or not sim.scheduler.is_finished():
         while arrivals and arrivals[0][3] <= clock:
-            prompt, max_tokens, ignore_eos, _, with_batch = arrivals.pop(0)
-            sim.add(prompt, max_tokens, ignore_eos, with_batch)
+            prompt, max_tokens, ignore_eos, _, batch = arrivals.pop(0)
+            sim.add(prompt, max_tokens, ignore_eos, batch)
         if not sim.scheduler.is_finished():
             sim.step()
         clock += 1
@@ -74,8 +73,8 @@ def test_every_request_gets_its_own_completion_whatever_the_pressure(work):
 @given(workloads(), st.data())
 def test_abort_at_any_time_leaves_the_others_alone(work, data):
     sim = Simulation(*work["pool"], caching=work["caching"], delay=work["delay"], pacer=work["pacer"])
-    for prompt, max_tokens, ignore_eos, _, with_batch in work["requests"]:
-        sim.add(prompt, max_tokens, ignore_eos, with_batch)
+    for prompt, max_tokens, ignore_eos, _, batch in work["requests"]:
+        sim.add(prompt, max_tokens, ignore_eos, batch)
     aborted = set()
 
     def maybe_abort():
