@@ -29,6 +29,7 @@ from nanovllm.layers.parallel import Ranks
         ({"gpu_memory_utilization": "0.9"}, TypeError, "gpu_memory_utilization must be a number"),
         ({"gpu_memory_utilization": 0}, ValueError, "gpu_memory_utilization must be above 0, got 0"),
         ({"overlap": 1}, TypeError, "overlap must be True, False or None, got 1"),
+        ({"paced_prompts": "yes"}, TypeError, "paced_prompts must be True, False or None, got 'yes'"),
         ({"device": None}, TypeError, "device must be a string"),
         ({"dtype": np.array(["float32"])}, ValueError, "dtype must be one of"),
         ({"enforce_eager": 1}, TypeError, "enforce_eager must be True or False, got 1"),
