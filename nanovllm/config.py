@@ -60,7 +60,7 @@ class Config:
         overlap: prepare a step while the one before runs (default: on a GPU). The tokens are the same either way.
         paced_prompts: let sequences of one `generate` whose lengths are known (`ignore_eos`, no stops) start later than
             they could, longest ones first, so that their prompts are computed beside the others' decodes: the whole
-            ends earlier, but single ones wait longer (default: on a GPU with 10 GiB of weights or more to read).
+            ends earlier, but single ones wait longer (default: with 10 GiB of weights on a GPU, no experts).
         seed: seed of every request (any integer of 64 bits).
 
     Raises:

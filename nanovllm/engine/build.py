@@ -135,7 +135,7 @@ def _build_engine_parts(config: Config) -> EngineParts:
     eos = eos_token_ids(checkpoint, tokenizer, spec.vocab_size)
     limits = rank.limits
     paced = rank.use_graphs and rank.attention.graph_prompts
-    pacer = choose_pacer(config.paced_prompts, rank.model, limits) if paced else None
+    pacer = choose_pacer(config.paced_prompts, rank.model, spec.moe is not None, limits) if paced else None
     finder = shared_prefix_finder(rank.attention, rank.model.spec, rank.block_size, rank.kv_dtype)
     return EngineParts(
         tokenizer=tokenizer,

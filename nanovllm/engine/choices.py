@@ -130,9 +130,15 @@ def choose_backend(
     return triton_ops(device, dtype), TritonAttention(*shape, device, windows, share)
 
 
-def choose_pacer(asked: bool | None, model: torch.nn.Module, limits: Limits) -> Pacer:
-    """What bounds the prompt tokens of steps; `asked`: to let sequences start later (default: with much to read)."""
-    spreads = weight_bytes(model) >= PACED_WEIGHTS if asked is None else asked
+def choose_pacer(asked: bool | None, model: torch.nn.Module, has_experts: bool, limits: Limits) -> Pacer:
+    """What bounds the prompt tokens of steps.
+
+    Args:
+        asked: to let sequences start later; None: where it was measured to pay, with many weights and without experts.
+    """
+    spreads = asked
+    if spreads is None:
+        spreads = weight_bytes(model) >= PACED_WEIGHTS and not has_experts
     return Pacer(limits.max_graph_tokens, MAX_PROMPTS, spreads)
 
 

@@ -35,13 +35,15 @@ class GraphKey(NamedTuple):
 def graph_keys(limits: Limits, attention: AttentionBackend) -> list[GraphKey]:
     """The graphs to record, in ascending order."""
     most, largest, shares = limits.max_num_seqs, limits.max_graph_tokens, attention.shared is not None
-    dense = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 8192, 32)]  # where padding would cost most
+    many = range(256, 8192, 64)
+    dense = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *many]  # where padding would cost most
     keys = [GraphKey(size, False, False) for size in _up_to(most, dense)]
     if shares and most > 1:  # fewer, since few sequences have little to share
-        keys += [GraphKey(size, True, False) for size in _up_to(most, [4, 8, 16, *range(32, 8192, 32)])]
+        keys += [GraphKey(size, True, False) for size in _up_to(most, [4, 8, 16, *range(32, 256, 32), *many])]
     if attention.graph_prompts and largest > 1:
-        mixed = _up_to(largest, [16, 32, 64, *range(128, 8192, 128)])
-        keys += [GraphKey(size, shared, True) for shared in {False, shares and most > 1} for size in mixed]
+        keys += [GraphKey(size, False, True) for size in _up_to(largest, [32, *range(128, 8192, 128)])]
+        if shares and most > 1:
+            keys += [GraphKey(size, True, True) for size in _up_to(largest, [*range(256, 8192, 256)])]
     return sorted(keys)
 
 

@@ -23,6 +23,7 @@ logger = logging.getLogger("nanovllm")
 GIB = 2**30
 CPU_KV_SHARE = 0.25  # of the available memory
 SLACK = 128 * 2**20  # bytes on a GPU for fragmentation and for kernels that load after the measurement
+MAX_GRAPH_BYTES = 64 * 2**20  # of a graph beyond the first: some 1,000 kernels, of which each takes tens of KiB at most
 
 
 def kv_bytes_per_block(spec: DecoderSpec, dtype: torch.dtype, block_size: int) -> int:
@@ -183,7 +184,10 @@ def run_largest_step(runner: ModelRunner, limits: Limits) -> None:
 
 
 def _graph_bytes(runner: ModelRunner, keys: list[GraphKey]) -> int:
-    """Memory of all graphs, from the two largest: the first brings the pool, each further one about the same."""
+    """Memory of all graphs, from the two largest: the first brings the pool, each further one about the same.
+
+    Another process on the card may take memory meanwhile: that must not count once for each graph.
+    """
     before = free_gpu_bytes(runner.device)
     runner.capture_graphs(keys[-1:])
     one = before - free_gpu_bytes(runner.device)
@@ -192,7 +196,7 @@ def _graph_bytes(runner: ModelRunner, keys: list[GraphKey]) -> int:
     runner.capture_graphs(keys[-2:])
     two = before - free_gpu_bytes(runner.device)
     runner.drop_graphs()
-    return one + max(two - one, 0) * (len(keys) - 1)
+    return one + min(max(two - one, 0), MAX_GRAPH_BYTES) * (len(keys) - 1)
 
 
 def largest_step(limits: Limits) -> StepInput:

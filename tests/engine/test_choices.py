@@ -22,10 +22,13 @@ def test_weights_in_float8_count_a_byte_each():
     assert weight_bytes(nn.Sequential(nn.Linear(16, 16, bias=False), float8_layer())) == 4 * 16 * 16 + 32 * 64
 
 
-@pytest.mark.parametrize(("asked", "limit", "spreads"), [(None, 1024, True), (None, 1025, False), (True, 1025, True)])
-def test_sequences_may_start_later_where_there_is_much_to_read(asked, limit, spreads, monkeypatch):
+@pytest.mark.parametrize(
+    ("asked", "limit", "has_experts", "spreads"),
+    [(None, 1024, False, True), (None, 1025, False, False), (None, 1024, True, False), (True, 1025, True, True)],
+)
+def test_sequences_may_start_later_where_there_is_much_to_read(asked, limit, has_experts, spreads, monkeypatch):
     monkeypatch.setattr(choices, "PACED_WEIGHTS", limit)
-    pacer = choose_pacer(asked, nn.Linear(16, 16, bias=False), Limits(8, 512, 100))
+    pacer = choose_pacer(asked, nn.Linear(16, 16, bias=False), has_experts, Limits(8, 512, 100))
     assert pacer.spreads is spreads
     assert pacer.graph_tokens == 8 + 256
 

@@ -3,6 +3,7 @@
 import pytest
 
 from nanovllm.config import Limits
+from nanovllm.engine import memory as sizing
 from nanovllm.engine.memory import GIB, SLACK, GPUMemory, cpu_pool_blocks, largest_step
 
 
@@ -50,3 +51,27 @@ def test_cpu_pool_is_bounded_by_need_and_by_memory():
     assert 1 <= cpu_pool_blocks(GIB // 8, 16, max_num_seqs=4096, max_model_len=100_000) < 4096
     with pytest.raises(ValueError, match=r"a KV block of \d+\.\d+ GiB does not fit"):
         cpu_pool_blocks(2**60, 16, 1, 16)
+
+
+@pytest.mark.parametrize(
+    ("free", "expected"),
+    [
+        ([1000, 900, 1000, 870], 100 + 4 * 30),
+        ([1000, 900, 1000, 900], 100),
+        ([1000, 900, 10**9, 0], 100 + 4 * 64 * 2**20),  # somebody else took all in between
+    ],
+)
+def test_graphs_cost_the_first_one_and_what_each_further_one_adds(free, expected, monkeypatch):
+    class Runner:
+        device, captured = None, []
+
+        def capture_graphs(self, keys):
+            self.captured.append(keys)
+
+        def drop_graphs(self):
+            self.captured.append(None)
+
+    readings, runner = iter(free), Runner()
+    monkeypatch.setattr(sizing, "free_gpu_bytes", lambda device: next(readings))
+    assert sizing._graph_bytes(runner, [1, 2, 3, 4, 5]) == expected
+    assert runner.captured[-4:] == [[5], None, [4, 5], None]

@@ -138,7 +138,8 @@ def test_float8_caches_hold_what_the_others_would_divided_by_the_scales(
     torch.testing.assert_close(norm_rope_store(*kernel).float(), q.float(), rtol=0, atol=atol)
     blocks, offsets = case[2].long() // BLOCK_SIZE, case[2].long() % BLOCK_SIZE
     for cache, scales in zip((7, 8), case[10], strict=True):
-        expected = (wide[cache][blocks, offsets].float() / scales[:, None]).to(FP8).float()
+        scaled = wide[cache][blocks, offsets].float() / scales[:, None]
+        expected = scaled.clamp(-448, 448).to(FP8).float()  # not every version of torch saturates
         for stored in (plain, kernel):
             actual = stored[cache].float()[blocks, offsets]
             if stored is plain or cache == 8:  # values are moved and rounded, nothing else
