@@ -96,7 +96,8 @@ def flash(q, k, v, tables, cu, lens, longest_q, longest):
     )
 
 
-def decode_time(ours, context_lens, num_q_heads, num_kv_heads):
+def decode_time(ours, context_lens, num_q_heads, num_kv_heads, num_tokens=None):
+    """`num_tokens`: of a step with prompts, whose tokens are sequences without context to decode attention."""
     batch = len(context_lens)
     caches, tables = make_inputs(context_lens, num_kv_heads)
     q = make_q(batch, num_q_heads, num_kv_heads)
@@ -104,9 +105,14 @@ def decode_time(ours, context_lens, num_q_heads, num_kv_heads):
     if not ours:
         longest = max(context_lens)
         return graph_time([lambda c=c: flash(q, c[0], c[1], tables, cu, lens, 1, longest) for c in caches])
-    plan = DecodePlan.create(batch, num_q_heads, num_kv_heads, HEAD_DIM, "cuda")
-    plan.update(rows, lens)
-    return graph_time([lambda c=c: paged_decode(q, c[0], c[1], tables, SCALE, plan) for c in caches])
+    plan = DecodePlan.create(num_tokens or batch, num_q_heads, num_kv_heads, HEAD_DIM, "cuda")
+    if num_tokens is None:
+        plan.update(rows, lens)
+        return graph_time([lambda c=c: paged_decode(q, c[0], c[1], tables, SCALE, plan) for c in caches])
+    rest = [0] * (num_tokens - batch)
+    q = make_q(num_tokens, num_q_heads, num_kv_heads)
+    plan.update(torch.cat([rows, int32(rest)]), torch.cat([lens, int32(rest)]), sparse=True)
+    return graph_time([lambda c=c: paged_decode(q, c[0], c[1], tables, SCALE, plan, sparse=True) for c in caches])
 
 
 def prefill_time(ours, q_lens, num_q_heads, num_kv_heads):
@@ -199,6 +205,10 @@ def main():
     for case in results["nano-vllm"]:
         cells = (f"{t[case]:9.1f} us {rate(case, t[case], copy):>13}" for t in results.values())
         print(f"{case.replace('|', '  '):36}" + "".join(f"{cell:>28}" for cell in cells))
+    for batch, num_tokens in ((100, 256), (130, 384), (250, 384)):
+        context_lens = lengths(batch)
+        alone, beside = (decode_time(True, context_lens, *SHAPES[1], tokens) for tokens in (None, num_tokens))
+        print(f"decode {batch} x 200-2000 alone {alone:.1f} us, in a graph of {num_tokens} tokens {beside:.1f} us")
     print("plan, once a step: " + ", ".join(f"{n} sequences {plan_time(n):.1f} us" for n in (1, 256)))
     print("host, a launch: " + ", ".join(f"{name} {t:.0f} us" for name, t in host_time().items()))
 
