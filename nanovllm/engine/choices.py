@@ -20,7 +20,7 @@ from nanovllm.models.decoder import DecoderSpec
 
 logger = logging.getLogger("nanovllm")
 
-PACED_WEIGHTS = 10 * 2**30  # bytes on one GPU from which on it pays to compute prompts beside decodes
+PACED_WEIGHTS = 10 * 2**30  # bytes on one GPU: with 15 GiB it pays to compute prompts beside decodes, with 1 it costs
 FP8_CAPABILITY = (8, 9)  # of GPUs that convert float8 (Ada, Hopper and later)
 
 

@@ -19,7 +19,8 @@ from nanovllm.config import Limits
 from nanovllm.engine.graph_inputs import MAX_PROMPTS, GraphInputs, fill
 from nanovllm.engine.step import Step, StepInput
 from nanovllm.kernels.reference import DecodeInputs
-from nanovllm.layers.attention import AttentionBackend, GraphPrompts
+from nanovllm.layers.attention import AttentionBackend
+from nanovllm.layers.graph_batch import GraphBatch, GraphPrompts
 from nanovllm.utils.device import capture_stream
 
 if TYPE_CHECKING:
@@ -150,7 +151,7 @@ class GraphRunner:
             max_seqlen=1,
             kv_cache=runner.kv_cache,
             kv_scales=runner.kv_scales,
-            plan=runner.attention.plan_decodes(rows, decode_lens, state.block_tables, key.shared, prompts),
+            plan=runner.attention.plan_graph(GraphBatch(rows, decode_lens, state.block_tables, key.shared, prompts)),
         )
         logits = runner.model.compute_logits(runner.model(inputs.token_ids, step), out=self._logits[:size])
         tokens = self._tokens[:size]

@@ -20,8 +20,8 @@ from nanovllm.engine.sequence import Sequence
 
 ROUNDS = 4  # steps over which prompts are spread to fit graphs
 TILE = 128  # rows that the kernels of matrix multiplication take together: a step is filled up to a multiple of it
-# A step that waits for the weights takes as long as some 160 prompt tokens beside many others, of which a third or more
-# is saved. So for each so many prompt tokens the end of the whole may be put off by a step.
+# These take as long among many others as some ten steps that wait for the weights, and a third or more of that is
+# saved: each so many of them may put off the end of the whole by one step.
 TOKENS_A_STEP = 1600
 MAX_SPREAD = 1024  # sequences, all of which are looked at in every step as long as they are spread
 

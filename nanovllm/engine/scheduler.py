@@ -225,16 +225,21 @@ class Scheduler:
         pacer, num_rows = self._pacer, len(self._free_rows)
         if pacer is None or not (in_prompt or (self.waiting and num_rows)):
             return budget
-        tokens = None
-        if pacer.spreads and len(self.waiting) <= num_rows and may_spread([*self.running, *self.waiting]):
-            waiting = longest_first(self.waiting)
-            if self._all_fit():
-                tokens = pacer.spread_tokens(num_decodes, [*in_prompt, *waiting], self.running)
-            if tokens is not None:
-                self.waiting = deque(waiting)
+        tokens = self._spread_tokens(pacer, num_decodes, in_prompt)
         if tokens is None:
             tokens = pacer.prompt_tokens(num_decodes, chain(in_prompt, islice(self.waiting, num_rows)))
         return budget if tokens is None else min(budget, tokens)
+
+    def _spread_tokens(self, pacer: Pacer, num_decodes: int, in_prompt: list[Sequence]) -> int | None:
+        """The same, and waiting sequences put in order, where all that there are may be put off for each other."""
+        has_rows = len(self.waiting) <= len(self._free_rows)
+        if not (pacer.spreads and has_rows and may_spread([*self.running, *self.waiting]) and self._all_fit()):
+            return None
+        waiting = longest_first(self.waiting)
+        tokens = pacer.spread_tokens(num_decodes, [*in_prompt, *waiting], self.running)
+        if tokens is not None:
+            self.waiting = deque(waiting)
+        return tokens
 
     def _all_fit(self) -> bool:
         """Whether there is memory for all, as long as they may become."""

@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nanovllm.kernels.reference import FP8, soft_cap_
 from nanovllm.kernels.shared_prefixes import SharedPrefixes
+from nanovllm.layers.graph_batch import GraphBatch
 
 if TYPE_CHECKING:
     from nanovllm.engine.step import Step, StepInput
@@ -30,7 +31,7 @@ class AttentionBackend(Protocol):
 
     name: str
     block_multiple: int  # the block size must be a multiple of it
-    graphs: bool  # `plan_decodes` works without the host, so that a CUDA graph can hold it
+    graphs: bool  # `plan_graph` works without the host, so that a CUDA graph can hold it
     graph_prompts: bool  # and takes prompts, too
     # Where a step's `StepInput.shared` goes before it is planned. None: the backend has no pass over shared prefixes.
     shared: SharedPrefixes[torch.Tensor] | None
@@ -45,22 +46,8 @@ class AttentionBackend(Protocol):
         """
         ...
 
-    def plan_decodes(
-        self,
-        rows: torch.Tensor,
-        context_lens: torch.Tensor,
-        block_tables: torch.Tensor,
-        shared: bool,
-        prompts: "GraphPrompts | None" = None,
-    ) -> object:
-        """The same for a step that only the device knows.
-
-        Args:
-            rows, context_lens: [T] int32 of each token as a decode; length 0 for those of prompts.
-            block_tables: of all rows.
-            shared: with a pass over shared prefixes.
-            prompts: the others.
-        """
+    def plan_graph(self, batch: GraphBatch) -> object:
+        """The same for a step that only the device knows."""
         ...
 
     def attend(
@@ -89,15 +76,6 @@ class AttentionBackend(Protocol):
             [T, num_q_heads, head_dim].
         """
         ...
-
-
-@dataclass(frozen=True)
-class GraphPrompts:
-    """Sequences with several tokens in a step, for `paged_prefill`; those of length 0 are none."""
-
-    rows: torch.Tensor  # [n] int32
-    starts: torch.Tensor  # [n + 1] int32, their first tokens in the step, and the end of the last
-    context_lens: torch.Tensor  # [n] int32, after the step
 
 
 @dataclass
@@ -154,14 +132,7 @@ class TorchAttention:
         dtype = self._dtype or step.kv_cache.dtype
         return {window: _plan(inputs, step, window, dtype) for window in self._windows}
 
-    def plan_decodes(
-        self,
-        rows: torch.Tensor,
-        context_lens: torch.Tensor,
-        block_tables: torch.Tensor,
-        shared: bool,
-        prompts: "GraphPrompts | None" = None,
-    ) -> object:
+    def plan_graph(self, batch: GraphBatch) -> object:
         raise NotImplementedError("the torch backend needs lengths on the host")
 
     def attend(

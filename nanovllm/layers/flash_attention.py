@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nanovllm.kernels.shared_prefixes import SharedPrefixes
-from nanovllm.layers.attention import GraphPrompts
+from nanovllm.layers.graph_batch import GraphBatch
 
 if TYPE_CHECKING:
     from nanovllm.engine.step import Step, StepInput
@@ -57,17 +57,10 @@ class FlashAttention:
         torch.cumsum(context_lens[n:], 0, dtype=torch.int32, out=cu_k[1:])
         return FlashPlan(n, tables, context_lens, step.cu_seqlens[n:] - n, cu_k, int(host_lens[n:].max()))
 
-    def plan_decodes(
-        self,
-        rows: torch.Tensor,
-        context_lens: torch.Tensor,
-        block_tables: torch.Tensor,
-        shared: bool,
-        prompts: GraphPrompts | None = None,
-    ) -> FlashPlan:
-        assert not shared
-        assert prompts is None
-        return FlashPlan(len(rows), block_tables[rows.long()], context_lens, None, None, 0)
+    def plan_graph(self, batch: GraphBatch) -> FlashPlan:
+        assert not batch.shared
+        assert batch.prompts is None
+        return FlashPlan(len(batch.rows), batch.block_tables[batch.rows.long()], batch.context_lens, None, None, 0)
 
     def attend(
         self,

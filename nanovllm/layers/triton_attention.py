@@ -11,7 +11,7 @@ from nanovllm.kernels.decode_plan import DecodePlan
 from nanovllm.kernels.prefill_attention import paged_prefill
 from nanovllm.kernels.shared_attention import shared_parts
 from nanovllm.kernels.shared_prefixes import SharedPrefixes
-from nanovllm.layers.attention import GraphPrompts
+from nanovllm.layers.graph_batch import GraphBatch, GraphPrompts
 from nanovllm.layers.ops import OVERLAP_ROWS, has_dependent_launch
 
 if TYPE_CHECKING:
@@ -66,17 +66,10 @@ class TritonAttention:
             return TritonPlan(num_decodes, None, shared)
         return TritonPlan(num_decodes, step.cu_seqlens[num_decodes:] - num_decodes, shared)
 
-    def plan_decodes(
-        self,
-        rows: torch.Tensor,
-        context_lens: torch.Tensor,
-        block_tables: torch.Tensor,
-        shared: bool,
-        prompts: GraphPrompts | None = None,
-    ) -> TritonPlan:
-        prefixes = self.shared if shared else None
-        self._plan_decodes(rows, context_lens, prefixes, sparse=prompts is not None)
-        return TritonPlan(len(rows), None, prefixes, prompts)
+    def plan_graph(self, batch: GraphBatch) -> TritonPlan:
+        shared = self.shared if batch.shared else None
+        self._plan_decodes(batch.rows, batch.context_lens, shared, sparse=batch.prompts is not None)
+        return TritonPlan(len(batch.rows), None, shared, batch.prompts)
 
     def _plan_decodes(
         self,
