@@ -9,7 +9,7 @@ from nanovllm.engine.step import ON_DEVICE, StepInput
 from nanovllm.kernels.shared_prefixes import Array
 
 MAX_PROMPTS = 64  # sequences with several tokens in one step
-TOKEN_FIELDS = 5
+TOKEN_FIELDS = 6
 
 
 @dataclass(frozen=True)
@@ -54,14 +54,19 @@ class GraphInputs(Generic[Array]):
         return self.packed[2 * self.max_tokens : 3 * self.max_tokens]
 
     @property
-    def drawn_for(self) -> Array:
-        """[max_tokens] the row whose next token is drawn from this one"""
+    def decode_lens(self) -> Array:
+        """[max_tokens] `context_lens` of decodes, 0 of prompts' tokens"""
         return self.packed[3 * self.max_tokens : 4 * self.max_tokens]
 
     @property
-    def decode_lens(self) -> Array:
-        """[max_tokens] `context_lens` of decodes, 0 of prompts' tokens"""
+    def drawn_from(self) -> Array:
+        """[max_tokens] tokens from which a next one is drawn, in order, then zeros"""
         return self.packed[4 * self.max_tokens : 5 * self.max_tokens]
+
+    @property
+    def drawn_for(self) -> Array:
+        """[max_tokens] the rows of `drawn_from`"""
+        return self.packed[5 * self.max_tokens : 6 * self.max_tokens]
 
     @property
     def prompt_rows(self) -> Array:
@@ -90,10 +95,13 @@ def fill(values: GraphInputs[np.ndarray], inputs: StepInput, padding_row: int) -
     values.context_lens[n:] = 1
     values.given[:n] = inputs.token_ids
     values.given[n:] = ON_DEVICE
-    values.drawn_for[:] = padding_row
-    values.drawn_for[inputs.last_tokens] = inputs.rows[inputs.samples.astype(bool)]
-    if decodes == len(lengths):
+    if inputs.draws_everywhere:
         return
+    draws = len(inputs.last_tokens)
+    values.drawn_from[:draws] = inputs.last_tokens
+    values.drawn_from[draws:] = 0
+    values.drawn_for[:draws] = inputs.rows[inputs.samples.astype(bool)]
+    values.drawn_for[draws:] = padding_row
     values.decode_lens[:decodes] = values.context_lens[:decodes]
     values.decode_lens[decodes:n] = 0
     values.decode_lens[n:] = 1

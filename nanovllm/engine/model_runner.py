@@ -163,15 +163,12 @@ class ModelRunner:
     def _replay(self, inputs: StepInput, graphs: GraphRunner) -> Drawn:
         host, device = graphs.inputs_for(inputs)
         self._copy_into(host.packed, device.packed)
-        n, drawn = len(inputs.token_ids), inputs.last_tokens
-        # Of a step of decodes, every token: views do, and nothing need be gathered.
-        last: torch.Tensor | slice = slice(n) if len(drawn) == n else self._to_device(drawn)[0].long()
-        if inputs.is_plain or not len(drawn):
-            return graphs.replay(inputs)[0][last], None
+        if inputs.is_plain or not inputs.samples.any():
+            return graphs.replay(inputs)[0], None
         # The graph draws with temperature and seed only: draw again from its logits.
-        rows, positions = device.rows[:n][last].long(), device.context_lens[:n][last].long()
+        rows, positions = graphs.drawn(inputs)
         previous = self.rows.last_tokens[rows]
-        logits = graphs.replay(inputs)[1][last]
+        _, logits = graphs.replay(inputs)
         return self._drawer.draw(logits, rows, positions, inputs, self._to_device, previous)
 
     def _send_shared(self, shared: SharedPrefixes[np.ndarray] | None) -> None:

@@ -60,6 +60,11 @@ class StepInput:
         return bool((self.token_ids == ON_DEVICE).all())
 
     @property
+    def draws_everywhere(self) -> bool:
+        """Decodes alone: a next token is drawn from each token of the step."""
+        return len(self.token_ids) == len(self.starts) and bool(self.samples.all())
+
+    @property
     def positions(self) -> np.ndarray:
         """[T] of the tokens in their sequences."""
         if len(self.token_ids) == len(self.starts):

@@ -51,12 +51,15 @@ class Backend:
 def test_sizes_go_up_to_all_sequences_and_to_the_prompt_tokens_beside_them(max_num_seqs, tokens, prompts, shared):
     keys = graph_keys(Limits(max_num_seqs, tokens, 100), Backend(shared, prompts))
     assert keys == sorted(set(keys))
-    largest = {kind: [key.tokens for key in keys if key[1:] == kind][-1:] for kind in product([False, True], repeat=2)}
-    assert largest[False, False] == [max_num_seqs]
-    assert largest[True, False] == ([max_num_seqs] if shared and max_num_seqs > 1 else [])
-    mixed = [min(max_num_seqs + 256, tokens)] if prompts and tokens > 1 else []
+    largest = {kind: [key[:2] for key in keys if key[2:] == kind][-1:] for kind in product([False, True], repeat=2)}
+    all_draw = [(max_num_seqs, max_num_seqs)]
+    assert largest[False, False] == all_draw
+    assert largest[True, False] == (all_draw if shared and max_num_seqs > 1 else [])
+    mixed = [(min(max_num_seqs + 256, tokens), max_num_seqs)] if prompts and tokens > 1 else []
     assert largest[False, True] == mixed
     assert largest[True, True] == (mixed if shared and max_num_seqs > 1 else [])
+    for key in keys:  # however many sequences draw in a step, a graph of its size has room for them
+        assert key._replace(draws=min(key.tokens, max_num_seqs)) in keys
 
 
 @pytest.fixture(scope="module")
@@ -114,15 +117,15 @@ def test_graphs_with_prompt_tokens_give_what_eager_steps_give(kind, chunk, monke
     assert num_shared > 0
 
 
-def step(*chunks):
-    """A step of (start, tokens) of several sequences."""
+def step(*chunks, draws=None):
+    """A step of (start, tokens) of several sequences; draws: for each, whether a next token is drawn."""
     starts, lengths = np.array(chunks, dtype=np.int32).T
     return StepInput(
         rows=np.arange(len(chunks), dtype=np.int32),
         starts=starts,
         lengths=lengths,
         token_ids=np.ones(lengths.sum(), np.int32),
-        samples=np.ones(len(chunks), np.int32),
+        samples=np.array(draws or [1] * len(chunks), np.int32),
         table_changes=np.zeros((3, 0), np.int32),
         row_params=np.zeros((ROW_PARAMS, 0), np.int32),
     )
@@ -133,10 +136,11 @@ def test_steps_run_in_the_smallest_graph_that_has_room(model):
         model, dtype="float32", device="cpu", attention_backend="triton", max_num_seqs=4, num_kvcache_blocks=8
     ) as llm:
         keys = [
-            GraphKey(2, False, False),
-            GraphKey(4, False, False),
-            GraphKey(8, False, True),
-            GraphKey(200, False, True),
+            GraphKey(2, 2, False, False),
+            GraphKey(4, 4, False, False),
+            GraphKey(8, 2, False, True),
+            GraphKey(8, 4, False, True),
+            GraphKey(200, 80, False, True),
         ]
         with torch.inference_mode():
             graphs = Replayed(llm.model_runner, keys)
@@ -144,7 +148,10 @@ def test_steps_run_in_the_smallest_graph_that_has_room(model):
         assert graphs._key(step(decode)) == keys[0]
         assert graphs._key(step(decode, decode, decode)) == keys[1]
         assert graphs._key(step(decode, (0, 7))) == keys[2]
-        assert graphs._key(step((0, 7), (5, 1), (0, 100))) == keys[3]
+        assert graphs._key(step(decode, decode, (0, 6))) == keys[3]
+        assert graphs._key(step((0, 7), (5, 1), (0, 100))) == keys[4]
+        # A token from which nothing is drawn, as of a prompt that came in but for its last token
+        assert graphs._key(step(decode, decode, draws=[1, 0])) == keys[2]
         assert graphs.fits(step(decode, decode, decode, decode))
         assert not graphs.fits(step(*[decode] * 5))
         assert graphs.fits(step(decode, (0, 199)))
@@ -163,12 +170,13 @@ def test_nothing_of_a_step_is_left_in_the_next_ones_inputs():
         chunks += [(int(rng.integers(0, 50)), int(rng.integers(2, 20))) for _ in range(prompts)]
         if not chunks:
             continue
-        inputs, fresh = step(*chunks), GraphInputs.padding(80, 9)
+        draws = rng.integers(0, 2, len(chunks)).tolist() if rng.integers(2) else None
+        inputs, fresh = step(*chunks, draws=draws), GraphInputs.padding(80, 9)
         fill(used, inputs, 9)
         fill(fresh, inputs, 9)
-        names = ["rows", "context_lens", "given", "drawn_for"]
-        if prompts:
-            names += ["decode_lens", "prompt_lens", "prompt_starts"]
+        names = ["rows", "context_lens", "given"]
+        if not inputs.draws_everywhere:
+            names += ["drawn_from", "drawn_for", "decode_lens", "prompt_lens", "prompt_starts"]
             in_use = used.prompt_lens > 0
             np.testing.assert_array_equal(used.prompt_rows[in_use], fresh.prompt_rows[in_use])
         for name in names:
