@@ -7,29 +7,77 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.decode_item import attend_item, load_item
 from nanovllm.kernels.decode_plan import ITEM_FIELDS, DecodePlan
+from nanovllm.kernels.fp8_kv import scale_query, split_pairs
 from nanovllm.kernels.reference import soft_cap_
+from nanovllm.kernels.softcap import soft_cap
 
 LOG2_E = 1.4426950408889634
 MERGE_ELEMENTS = 2048  # of partial outputs that a merging program loads at a time
 
 
+@triton.jit
+def _merge(
+    out, partial, lse, first, splits, shared_first, shared,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    PADDED_GROUP: tl.constexpr, ROWS: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    """Merge the parts of one sequence and KV head by their log-sums; `partial` and `lse` point at its first query head.
+
+    The parts are `splits` of its own from `first` on, and `shared` ones from `shared_first` on.
+    A row of the tile is a (split, head of the group) pair and keeps a maximum of its own, so that no load waits for
+    a result; the rows of a head come together at the end. A row that met no split stays at LOWEST, which is finite.
+    """
+    LOWEST: tl.constexpr = -1e30
+    SPLITS: tl.constexpr = ROWS // PADDED_GROUP
+    dims = tl.arange(0, BLOCK_D)
+    row = tl.arange(0, ROWS)
+    best = tl.full([ROWS], LOWEST, tl.float32)
+    norm = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    for chunk in tl.range(0, splits + shared, SPLITS, num_stages=NUM_STAGES):
+        split = chunk + row // PADDED_GROUP
+        live = (split < splits + shared) & (row % PADDED_GROUP < GROUP)
+        part = tl.where(split < splits, first + split, shared_first + split - splits)
+        slot = part.to(tl.int64) * (NUM_KV_HEADS * GROUP) + row % PADDED_GROUP
+        # Other programs wrote these: no use in the L1 cache.
+        sums = tl.load(lse + slot, mask=live, other=LOWEST, cache_modifier=".cg")
+        part_mask = live[:, None] & (dims < HEAD_DIM)[None, :]
+        part_ptrs = partial + slot[:, None] * HEAD_DIM + dims[None, :]
+        parts = tl.load(part_ptrs, mask=part_mask, other=0.0, cache_modifier=".cg")
+        new_best = tl.maximum(best, sums)
+        rescale = tl.exp2(best - new_best)
+        weights = tl.exp2(sums - new_best)
+        norm = norm * rescale + weights
+        acc = acc * rescale[:, None] + parts * weights[:, None]
+        best = new_best
+    best = tl.reshape(best, [SPLITS, PADDED_GROUP])
+    weights = tl.exp2(best - tl.max(best, 0)[None, :])
+    norm = tl.sum(tl.reshape(norm, [SPLITS, PADDED_GROUP]) * weights, 0)
+    acc = tl.sum(tl.reshape(acc, [SPLITS, PADDED_GROUP, BLOCK_D]) * weights[:, :, None], 0)
+    head = tl.arange(0, PADDED_GROUP)
+    mask = (head < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+    out_ptrs = out + head[:, None] * HEAD_DIM + dims[None, :]
+    tl.store(out_ptrs, (acc / norm[:, None]).to(out.dtype.element_ty), mask=mask)
+
+
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["table_ptr"])
 def _decode_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, items_ptr, count_ptr, taken_ptr, partial_ptr, lse_ptr, arrived_ptr,
-    scales_ptr, table_stride,
+    q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, items_ptr, count_ptr, partial_ptr, lse_ptr, arrived_ptr, scales_ptr,
+    table_stride,
     Q_TOKEN_STRIDE: tl.constexpr, Q_HEAD_STRIDE: tl.constexpr, KV_BLOCK_STRIDE: tl.constexpr,
     KV_TOKEN_STRIDE: tl.constexpr, KV_HEAD_STRIDE: tl.constexpr, SCALE_LOG2: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
     MERGE_GROUP: tl.constexpr, MERGE_ROWS: tl.constexpr, FIELDS: tl.constexpr, WINDOW: tl.constexpr,
-    SHARED: tl.constexpr, LOOP: tl.constexpr, PDL: tl.constexpr, NATIVE: tl.constexpr, SOFTCAP: tl.constexpr,
+    SHARED: tl.constexpr, SPARSE: tl.constexpr, PDL: tl.constexpr, NATIVE: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """One program: one KV head and one work item, or, in a LOOP, one item after the other until none is left.
+    """One program: one KV head, its GROUP query heads, and one work item (a split of one sequence).
 
-    In a loop each program begins with the item of its own number, and takes a further one for each that it begins.
-    That makes as many as there are items, so that who takes the last one knows it.
+    A sequence of one split is written at once. Of several, each leaves its normalised part and the log2 of its
+    exponential sum in the workspace, and the last to arrive merges them: no second launch. In either case the parts
+    that the pass over shared prefixes has left are merged in. `scales_ptr`: of a cache in float8, see `fp8_kv`.
+    SOFTCAP: None, or the cap.
     """
     if PDL:  # what the launch before this one wrote is read, and anything is written, only after the wait
         tl.extra.cuda.gdc_launch_dependents()
@@ -39,31 +87,135 @@ def _decode_kernel(
     item = tl.program_id(1)
     # What is loaded before the wait comes from L2: the L1 cache may be older than what was waited for.
     CACHE: tl.constexpr = ".cg" if SHARED else ""
-    if LOOP:
-        count = tl.load(count_ptr, cache_modifier=CACHE)
-        while item < count:
-            taken = tl.atomic_add(taken_ptr + kv_head, 1, sem="relaxed")
-            if taken == count - 1:
-                tl.store(taken_ptr + kv_head, 0)  # ready for the next layer
-            record = load_item(items_ptr, item, FIELDS, CACHE)
-            attend_item(
-                item, record, kv_head,
-                q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, partial_ptr, lse_ptr, arrived_ptr, scales_ptr, table_stride,
-                Q_TOKEN_STRIDE, Q_HEAD_STRIDE, KV_BLOCK_STRIDE, KV_TOKEN_STRIDE, KV_HEAD_STRIDE, SCALE_LOG2,
-                NUM_KV_HEADS, GROUP, GROUP_PAD, HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE, PRECISION, NUM_STAGES,
-                MERGE_GROUP, MERGE_ROWS, WINDOW, SHARED, PDL, NATIVE, SOFTCAP, CACHE,
-            )  # fmt: skip
-            item = tl.num_programs(1) + taken
-    else:
-        record = load_item(items_ptr, item, FIELDS, CACHE)  # before it is known whether there is such an item
+    if SPARSE:  # noqa: SIM102  # many programs have nothing to do: they leave before they load what the others need
         if item >= tl.load(count_ptr, cache_modifier=CACHE):
             return
-        attend_item(
-            item, record, kv_head,
-            q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, partial_ptr, lse_ptr, arrived_ptr, scales_ptr, table_stride,
-            Q_TOKEN_STRIDE, Q_HEAD_STRIDE, KV_BLOCK_STRIDE, KV_TOKEN_STRIDE, KV_HEAD_STRIDE, SCALE_LOG2,
-            NUM_KV_HEADS, GROUP, GROUP_PAD, HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE, PRECISION, NUM_STAGES,
-            MERGE_GROUP, MERGE_ROWS, WINDOW, SHARED, PDL, NATIVE, SOFTCAP, CACHE,
+    record = items_ptr + item * FIELDS
+    seq = tl.load(record, cache_modifier=CACHE)
+    row = tl.load(record + 1, cache_modifier=CACHE)
+    start = tl.load(record + 2, cache_modifier=CACHE)
+    end = tl.load(record + 3, cache_modifier=CACHE)
+    first = tl.load(record + 4, cache_modifier=CACHE)
+    splits = tl.load(record + 5, cache_modifier=CACHE)
+    shared_first, shared = 0, 0
+    if SHARED:
+        shared_first = tl.load(record + 6, cache_modifier=CACHE)
+        shared = tl.load(record + 7, cache_modifier=CACHE)
+    if not SPARSE:  # noqa: SIM102
+        if item >= tl.load(count_ptr, cache_modifier=CACHE):
+            return
+    if WINDOW:  # an item's first grain holds a visible key, but its first tile need not
+        visible = tl.load(record + 6)
+        start = tl.maximum(start, visible // BLOCK_N * BLOCK_N)
+
+    table = table_ptr + row.to(tl.int64) * table_stride
+    dims = tl.arange(0, BLOCK_D)
+    lanes = tl.arange(0, BLOCK_N)
+    member = tl.arange(0, GROUP_PAD)
+    head = kv_head * GROUP + member
+    mask = (member < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+    q_offsets = seq.to(tl.int64) * Q_TOKEN_STRIDE + head * Q_HEAD_STRIDE
+    q = tl.load(q_ptr + q_offsets[:, None] + dims[None, :], mask=mask, other=0.0, cache_modifier=CACHE)
+    FP8: tl.constexpr = scales_ptr is not None
+    if FP8:
+        q = scale_query(q, tl.load(scales_ptr + kv_head))
+    k_base = k_ptr + kv_head.to(tl.int64) * KV_HEAD_STRIDE
+    v_base = v_ptr + kv_head.to(tl.int64) * KV_HEAD_STRIDE
+    if FP8:  # pairs of dimensions
+        v_base = v_base.to(tl.pointer_type(tl.int16))
+        pairs = tl.arange(0, BLOCK_D // 2)
+
+    acc = tl.zeros([GROUP_PAD, BLOCK_D // 2 if FP8 else BLOCK_D], tl.float32)
+    if FP8:
+        acc_odd = tl.zeros([GROUP_PAD, BLOCK_D // 2], tl.float32)
+    row_max = tl.full([GROUP_PAD], float("-inf"), tl.float32)
+    row_sum = tl.zeros([GROUP_PAD], tl.float32)
+    if BLOCK_SIZE % BLOCK_N == 0:
+        block = tl.load(table + start // BLOCK_SIZE, cache_modifier=CACHE)
+    for tile_start in tl.range(start, end, BLOCK_N, num_stages=NUM_STAGES):
+        keys = tile_start + lanes
+        in_range = keys < end
+        if WINDOW:
+            in_range &= keys >= visible
+        if BLOCK_SIZE % BLOCK_N == 0:  # the tile lies inside one block: one table entry, contiguous rows
+            offsets = block.to(tl.int64) * KV_BLOCK_STRIDE + (tile_start % BLOCK_SIZE + lanes) * KV_TOKEN_STRIDE
+            if FP8:
+                pair_offsets = block.to(tl.int64) * (KV_BLOCK_STRIDE // 2)
+                pair_offsets += (tile_start % BLOCK_SIZE + lanes) * (KV_TOKEN_STRIDE // 2)
+            # Loaded one step early: a load that K's address needs in the same step would use up the pipeline's stages.
+            block = tl.load(table + tl.minimum(tile_start + BLOCK_N, end - 1) // BLOCK_SIZE, cache_modifier=CACHE)
+        else:  # table columns past the last key hold anything
+            blocks = tl.load(table + keys // BLOCK_SIZE, mask=in_range, other=0, cache_modifier=CACHE)
+            offsets = blocks.to(tl.int64) * KV_BLOCK_STRIDE + (keys % BLOCK_SIZE) * KV_TOKEN_STRIDE
+            if FP8:
+                pair_offsets = blocks.to(tl.int64) * (KV_BLOCK_STRIDE // 2)
+                pair_offsets += (keys % BLOCK_SIZE) * (KV_TOKEN_STRIDE // 2)
+        # Values past the end must be zero, not just weighted by zero: unused cache slots may hold NaN.
+        k_mask = in_range[None, :] & (dims < HEAD_DIM)[:, None]
+        v_mask = in_range[:, None] & (dims < HEAD_DIM)[None, :]
+        k = tl.load(k_base + offsets[None, :] + dims[:, None], mask=k_mask, other=0.0, cache_modifier=CACHE)
+        if FP8:
+            k = k.to(q.dtype)
+            pair_mask = in_range[:, None] & (pairs < HEAD_DIM // 2)[None, :]
+            pair_ptrs = v_base + pair_offsets[:, None] + pairs[None, :]
+            v, v_odd = split_pairs(tl.load(pair_ptrs, mask=pair_mask, other=0, cache_modifier=CACHE), q, NATIVE)
+        else:
+            v = tl.load(v_base + offsets[:, None] + dims[None, :], mask=v_mask, other=0.0, cache_modifier=CACHE)
+        scores = tl.dot(q, k, input_precision=PRECISION)
+        if SOFTCAP is not None:
+            scores = soft_cap(scores, SCALE_LOG2, SOFTCAP)
+        else:
+            scores *= SCALE_LOG2
+        scores = tl.where(in_range[None, :], scores, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(scores, 1))  # finite: a tile holds at least one key
+        rescale = tl.exp2(row_max - new_max)
+        weights = tl.exp2(scores - new_max[:, None])
+        row_sum = row_sum * rescale + tl.sum(weights, 1)
+        row_max = new_max
+        acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
+        if FP8:
+            acc_odd = tl.dot(weights.to(v.dtype), v_odd, acc_odd * rescale[:, None], input_precision=PRECISION)
+
+    if FP8:  # parts, too, are in the values' own scale
+        acc = tl.interleave(acc, acc_odd) * tl.load(scales_ptr + NUM_KV_HEADS + kv_head)
+    if SHARED:
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        if splits == 1:
+            first_part = shared_first * NUM_KV_HEADS * GROUP + head
+            for part in tl.range(0, shared, num_stages=NUM_STAGES):
+                slot = first_part + part * NUM_KV_HEADS * GROUP
+                sums = tl.load(lse_ptr + slot, mask=member < GROUP, other=0.0, cache_modifier=".cg")
+                parts = tl.load(
+                    partial_ptr + slot[:, None].to(tl.int64) * HEAD_DIM + dims[None, :],
+                    mask=mask, other=0.0, cache_modifier=".cg",
+                )  # fmt: skip
+                new_max = tl.maximum(row_max, sums)
+                rescale = tl.exp2(row_max - new_max)
+                weights = tl.exp2(sums - new_max)
+                row_sum = row_sum * rescale + weights
+                acc = acc * rescale[:, None] + parts * weights[:, None]
+                row_max = new_max
+
+    acc = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]  # zeros for an empty sequence
+    out_offsets = (seq.to(tl.int64) * NUM_KV_HEADS * GROUP + head) * HEAD_DIM
+    if splits == 1:
+        tl.store(out_ptr + out_offsets[:, None] + dims[None, :], acc.to(out_ptr.dtype.element_ty), mask=mask)
+        return
+
+    lse = row_max + tl.log2(row_sum)
+    slot = item * NUM_KV_HEADS * GROUP + head
+    tl.store(partial_ptr + slot[:, None].to(tl.int64) * HEAD_DIM + dims[None, :], acc, mask=mask)
+    tl.store(lse_ptr + slot, lse, mask=member < GROUP)
+    # All threads' stores come before the barrier, one thread's release after it: the last program sees every part.
+    tl.debug_barrier()
+    arrived = tl.atomic_add(arrived_ptr + seq * NUM_KV_HEADS + kv_head, 1, sem="acq_rel")
+    if arrived == splits - 1:
+        tl.store(arrived_ptr + seq * NUM_KV_HEADS + kv_head, 0)  # ready for the next layer
+        _merge(
+            out_ptr + (seq.to(tl.int64) * NUM_KV_HEADS + kv_head) * GROUP * HEAD_DIM,
+            partial_ptr + kv_head * GROUP * HEAD_DIM, lse_ptr + kv_head * GROUP, first, splits, shared_first, shared,
+            NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_D, MERGE_GROUP, MERGE_ROWS, NUM_STAGES,
         )  # fmt: skip
 
 
@@ -93,7 +245,7 @@ def paged_decode(
     shared: bool = False,
     kv_scales: torch.Tensor | None = None,
     softcap: float | None = None,
-    loop: bool = False,
+    sparse: bool = False,
     config: tuple[int, int, int] | None = None,
 ) -> torch.Tensor:
     """Attention of one new token per sequence over its context (its plan's window); `plan.update` has seen this batch.
@@ -106,10 +258,10 @@ def paged_decode(
     shared: `plan.update` was told of shared prefixes, and `shared_parts` has seen to them
     kv_scales: [2, num_kv_heads] float32, of a cache in float8: of keys, then of values
     softcap: soft cap of the scores (`softcap.soft_cap`); None: none
-    loop: launch one wave of programs, which goes through the work items: for batches in which many may be none
+    sparse: as `plan.update` was told
     config: `tile_config`'s, for tuning
     Returns [batch, num_q_heads, head_dim], contiguous, of q's dtype; zeros for a sequence of context length 0, or
-    nothing, if the plan is sparse.
+    nothing, if sparse.
     """
     batch, num_q_heads, head_dim = q.shape
     _, block_size, num_kv_heads, _ = k_cache.shape
@@ -118,10 +270,9 @@ def paged_decode(
     fp8 = kv_scales is not None
     block_n, num_warps, num_stages = config or tile_config(head_dim, q.element_size(), block_size, shared, fp8)
     padded_group, padded_dim = triton.next_power_of_2(group), triton.next_power_of_2(head_dim)
-    items = plan.max_items(batch, shared)
     if out is None:
         out = torch.empty((batch, num_q_heads, head_dim), dtype=q.dtype, device=q.device)
-    _decode_kernel[(num_kv_heads, min(plan.loop_wave, items) if loop else items)](
+    _decode_kernel[(num_kv_heads, plan.max_items(batch, shared, sparse))](
         q,
         k_cache,
         v_cache,
@@ -129,7 +280,6 @@ def paged_decode(
         block_tables,
         plan.items,
         plan.count,
-        plan.taken,
         plan.partial,
         plan.lse,
         plan.arrived,
@@ -155,7 +305,7 @@ def paged_decode(
         FIELDS=ITEM_FIELDS,
         WINDOW=plan.window or 0,
         SHARED=shared,
-        LOOP=loop,
+        SPARSE=sparse,
         PDL=pdl,
         NATIVE=q.is_cuda and q.dtype != torch.float32,
         SOFTCAP=softcap,

@@ -17,7 +17,6 @@ from nanovllm.kernels.shared_prefixes import SharedPrefixes
 # window), or the first of the sequence's shared parts and their number
 ITEM_FIELDS = 8
 PROGRAMS_PER_CORE = 2  # of a wave, a multiprocessor: one reads too slowly, more cut splits whose merging costs more
-LOOPS_PER_CORE = 3  # programs a multiprocessor that go through the work items
 MIN_SPLIT = 256  # keys, where there are work items enough: merging costs more than uneven lengths
 SPREAD = 2  # work items a sequence, beyond the one wave, that even out lengths
 
@@ -120,7 +119,6 @@ class DecodePlan:
     partial: torch.Tensor  # [capacity and shared parts, num_q_heads, head_dim] float32, each split's normalised output
     lse: torch.Tensor  # [capacity and shared parts, num_q_heads] float32, log2 of each split's exponential sum
     arrived: torch.Tensor  # [max_batch, num_kv_heads] int32, splits done; zero between launches
-    taken: torch.Tensor  # [num_kv_heads] int32, further items that programs have begun; zero between launches
     wave: int  # work items that fill the GPU once
     grain: int = 64  # keys; split sizes are multiples of it
     window: int | None = None  # keys that a token sees, itself included; None: all
@@ -147,7 +145,6 @@ class DecodePlan:
             partial=torch.empty((slots, num_q_heads, head_dim), dtype=torch.float32, device=device),
             lse=torch.empty((slots, num_q_heads), dtype=torch.float32, device=device),
             arrived=torch.zeros((max_batch, num_kv_heads), dtype=torch.int32, device=device),
-            taken=torch.zeros(num_kv_heads, dtype=torch.int32, device=device),
             wave=wave,
         )
 
@@ -160,17 +157,12 @@ class DecodePlan:
         """For layers that see the last `window` keys only: a work list of its own in the same workspace."""
         return replace(self, items=self.items.clone(), count=self.count.clone(), window=window)
 
-    def max_items(self, batch: int, shared: bool = False) -> int:
+    def max_items(self, batch: int, shared: bool = False, sparse: bool = False) -> int:
         """Bound on a batch's work items: one wave, SPREAD a sequence, and one that each sequence's rounding may add.
 
-        What is left of a sequence after its shared prefix is short.
+        What is left of a sequence after its shared prefix is short, and of a sparse batch many are none.
         """
-        return self.wave + (1 if shared else SPREAD) * batch + batch
-
-    @property
-    def loop_wave(self) -> int:
-        """Programs a KV head that go through the work items: as many as a multiprocessor's shared memory holds."""
-        return -(-self.wave * LOOPS_PER_CORE // PROGRAMS_PER_CORE)
+        return self.wave + (1 if shared or sparse else SPREAD) * batch + batch
 
     @property
     def shared_wave(self) -> int:
@@ -201,7 +193,7 @@ class DecodePlan:
             shared.bases if shared else rows,
             shared.parts if shared else rows,
             batch,
-            self.max_items(batch, shared is not None),
+            self.max_items(batch, shared is not None, sparse),
             2 * self.wave,
             MIN_SPLIT,
             self.capacity,

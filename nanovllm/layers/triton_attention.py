@@ -128,5 +128,5 @@ class TritonAttention:
         args = (q, k_cache, v_cache, step.block_tables, scale)
         if shared is not None:
             shared_parts(*args, shared, decode_plan, pdl, kv_scales, softcap)
-        loop = step.plan.prompts is not None  # whose tokens are no items
-        return paged_decode(*args, decode_plan, out, pdl, shared is not None, kv_scales, softcap, loop)
+        sparse = step.plan.prompts is not None
+        return paged_decode(*args, decode_plan, out, pdl, shared is not None, kv_scales, softcap, sparse)

@@ -96,9 +96,8 @@ def flash(q, k, v, tables, cu, lens, longest_q, longest):
     )
 
 
-def decode_time(ours, context_lens, num_q_heads, num_kv_heads, num_tokens=None, loop=None):
+def decode_time(ours, context_lens, num_q_heads, num_kv_heads, num_tokens=None):
     """`num_tokens`: of a step with prompts, whose tokens are sequences without context to decode attention."""
-    loop = num_tokens is not None if loop is None else loop
     batch = len(context_lens)
     caches, tables = make_inputs(context_lens, num_kv_heads)
     q = make_q(batch, num_q_heads, num_kv_heads)
@@ -109,11 +108,11 @@ def decode_time(ours, context_lens, num_q_heads, num_kv_heads, num_tokens=None, 
     plan = DecodePlan.create(num_tokens or batch, num_q_heads, num_kv_heads, HEAD_DIM, "cuda")
     if num_tokens is None:
         plan.update(rows, lens)
-        return graph_time([lambda c=c: paged_decode(q, c[0], c[1], tables, SCALE, plan, loop=loop) for c in caches])
+        return graph_time([lambda c=c: paged_decode(q, c[0], c[1], tables, SCALE, plan) for c in caches])
     rest = [0] * (num_tokens - batch)
     q = make_q(num_tokens, num_q_heads, num_kv_heads)
     plan.update(torch.cat([rows, int32(rest)]), torch.cat([lens, int32(rest)]), sparse=True)
-    return graph_time([lambda c=c: paged_decode(q, c[0], c[1], tables, SCALE, plan, loop=loop) for c in caches])
+    return graph_time([lambda c=c: paged_decode(q, c[0], c[1], tables, SCALE, plan, sparse=True) for c in caches])
 
 
 def prefill_time(ours, q_lens, num_q_heads, num_kv_heads):
