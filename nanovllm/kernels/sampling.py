@@ -178,7 +178,7 @@ def _sample(
         logits,
         temperatures,
         seeds,
-        positions,
+        positions.int(),  # as graphs have them: another type would be another kernel to compile
         *(bounds or (None, None)),
         scores,
         ids,
