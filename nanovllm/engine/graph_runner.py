@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from nanovllm.config import Limits
+from nanovllm.engine.few_layers import few_layers
 from nanovllm.engine.graph_inputs import MAX_PROMPTS, GraphInputs, fill
 from nanovllm.engine.step import Step, StepInput
 from nanovllm.kernels.reference import DecodeInputs
@@ -96,7 +97,8 @@ class GraphRunner:
         stream = capture_stream(self._runner.device)
         for key in reversed(self._keys):
             self._graphs[key] = graph = torch.cuda.CUDAGraph()
-            self._run(key, decode_inputs)  # what is compiled or initialised must be so outside of the capture
+            with few_layers(self._runner.model):  # what is compiled or loaded must be so outside of the capture
+                self._run(key, decode_inputs)
             torch.cuda.synchronize(self._runner.device)
             with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=mode):
                 self._run(key, decode_inputs)

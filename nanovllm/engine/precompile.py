@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from nanovllm.config import Limits
+from nanovllm.engine.few_layers import few_layers
 from nanovllm.engine.graph_runner import GraphRunner, graph_keys
 from nanovllm.engine.memory import run_largest_step
 from nanovllm.engine.model_runner import ModelRunner
@@ -36,7 +37,8 @@ def compile_kernels(runner: ModelRunner, limits: Limits, use_graphs: bool) -> No
     import triton
 
     start = time.perf_counter()
-    noted = _without_running(lambda: _go_through_steps(runner, limits, use_graphs))
+    with few_layers(runner.model):
+        noted = _without_running(lambda: _go_through_steps(runner, limits, use_graphs))
     threads = min(MAX_THREADS, os.cpu_count() or 1)
     with ThreadPoolExecutor(threads) as pool, triton.AsyncCompileMode(pool):
         for kernel, specialization in noted:
