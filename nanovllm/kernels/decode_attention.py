@@ -79,16 +79,20 @@ def _decode_kernel(
     that the pass over shared prefixes has left are merged in. `scales_ptr`: of a cache in float8, see `fp8_kv`.
     SOFTCAP: None, or the cap.
     """
-    if PDL:  # what the launch before this one wrote is read, and anything is written, only after the wait
+    # What the launch before this one wrote is read, and anything is written, only after the wait. The work list and the
+    # block tables are older: they are read meanwhile. The pass over shared prefixes waited for all but its own parts,
+    # which are read at the end.
+    WAIT_FIRST: tl.constexpr = PDL and not SHARED
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        if not SHARED:  # the pass over shared prefixes waited for all but its own parts: they are read at the end
-            tl.extra.cuda.gdc_wait()
     kv_head = tl.program_id(0)
     item = tl.program_id(1)
     # What is loaded before the wait comes from L2: the L1 cache may be older than what was waited for.
     CACHE: tl.constexpr = ".cg" if SHARED else ""
     if SPARSE:  # noqa: SIM102  # many programs have nothing to do: they leave before they load what the others need
         if item >= tl.load(count_ptr, cache_modifier=CACHE):
+            if WAIT_FIRST:  # who waits for this launch relies on it to have waited
+                tl.extra.cuda.gdc_wait()
             return
     record = items_ptr + item * FIELDS
     seq = tl.load(record, cache_modifier=CACHE)
@@ -101,14 +105,18 @@ def _decode_kernel(
     if SHARED:
         shared_first = tl.load(record + 6, cache_modifier=CACHE)
         shared = tl.load(record + 7, cache_modifier=CACHE)
-    if not SPARSE:  # noqa: SIM102
-        if item >= tl.load(count_ptr, cache_modifier=CACHE):
-            return
     if WINDOW:  # an item's first grain holds a visible key, but its first tile need not
         visible = tl.load(record + 6)
         start = tl.maximum(start, visible // BLOCK_N * BLOCK_N)
-
     table = table_ptr + row.to(tl.int64) * table_stride
+    count = item + 1 if SPARSE else tl.load(count_ptr, cache_modifier=CACHE)
+    if BLOCK_SIZE % BLOCK_N == 0:  # a record beyond the count is left of an older list
+        block = tl.load(table + start // BLOCK_SIZE, mask=item < count, other=0, cache_modifier=CACHE)
+    if WAIT_FIRST:
+        tl.extra.cuda.gdc_wait()
+    if item >= count:
+        return
+
     dims = tl.arange(0, BLOCK_D)
     lanes = tl.arange(0, BLOCK_N)
     member = tl.arange(0, GROUP_PAD)
@@ -130,8 +138,6 @@ def _decode_kernel(
         acc_odd = tl.zeros([GROUP_PAD, BLOCK_D // 2], tl.float32)
     row_max = tl.full([GROUP_PAD], float("-inf"), tl.float32)
     row_sum = tl.zeros([GROUP_PAD], tl.float32)
-    if BLOCK_SIZE % BLOCK_N == 0:
-        block = tl.load(table + start // BLOCK_SIZE, cache_modifier=CACHE)
     for tile_start in tl.range(start, end, BLOCK_N, num_stages=NUM_STAGES):
         keys = tile_start + lanes
         in_range = keys < end

@@ -95,12 +95,12 @@ class TritonAttention:
         plan = step.plan
         assert isinstance(plan, TritonPlan)
         n, prompts = plan.num_decodes, plan.prompts
+        pdl = self._overlap_launches and n <= OVERLAP_ROWS
         if prompts is not None:
-            out = self._decode(q, k_cache, v_cache, step, scale, window, kv_scales, softcap, None, False)
+            out = self._decode(q, k_cache, v_cache, step, scale, window, kv_scales, softcap, None, pdl)
             where = (step.block_tables, prompts.rows, prompts.starts, prompts.context_lens)
             return paged_prefill(q, k_cache, v_cache, *where, scale, out, window, kv_scales, softcap)
         if plan.cu_seqlens is None:
-            pdl = self._overlap_launches and n <= OVERLAP_ROWS
             return self._decode(q, k_cache, v_cache, step, scale, window, kv_scales, softcap, None, pdl)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if n:
