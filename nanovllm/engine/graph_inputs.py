@@ -97,7 +97,7 @@ def fill(values: GraphInputs[np.ndarray], inputs: StepInput, padding_row: int) -
     values.given[n:] = ON_DEVICE
     if inputs.draws_everywhere:
         return
-    draws = len(inputs.last_tokens)
+    draws = inputs.num_draws
     values.drawn_from[:draws] = inputs.last_tokens
     values.drawn_from[draws:] = 0
     values.drawn_for[:draws] = inputs.rows[inputs.samples.astype(bool)]

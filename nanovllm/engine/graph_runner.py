@@ -116,7 +116,7 @@ class GraphRunner:
 
     def drawn(self, inputs: StepInput) -> tuple[torch.Tensor, torch.Tensor]:
         """(rows, positions of the drawn tokens) of a step whose values are on the device, both [draws] int64."""
-        n, values = int(inputs.samples.sum()), self._inputs
+        n, values = inputs.num_draws, self._inputs
         if inputs.draws_everywhere:
             return values.rows[:n].long(), values.context_lens[:n].long()
         return values.drawn_for[:n].long(), values.context_lens[values.drawn_from[:n].long()].long()
@@ -126,12 +126,11 @@ class GraphRunner:
         key = self._key(inputs)
         assert key is not None  # `fits` has been asked
         self._replay(key)
-        n = int(inputs.samples.sum())
-        return self._tokens[:n], self._logits[:n]
+        return self._tokens[: inputs.num_draws], self._logits[: inputs.num_draws]
 
     def _key(self, inputs: StepInput) -> GraphKey | None:
         """The smallest graph that has room, if there is one."""
-        tokens, draws = len(inputs.token_ids), int(inputs.samples.sum())
+        tokens, draws = len(inputs.token_ids), inputs.num_draws
         kind = self._kinds[inputs.shared is not None, not inputs.draws_everywhere]
         return next((key for key in kind if key.tokens >= tokens and key.draws >= draws), None)
 

@@ -163,7 +163,7 @@ class ModelRunner:
     def _replay(self, inputs: StepInput, graphs: GraphRunner) -> Drawn:
         host, device = graphs.inputs_for(inputs)
         self._copy_into(host.packed, device.packed)
-        if inputs.is_plain or not inputs.samples.any():
+        if inputs.is_plain or not inputs.num_draws:
             return graphs.replay(inputs)[0], None
         # The graph draws with temperature and seed only: draw again from its logits.
         rows, positions = graphs.drawn(inputs)

@@ -60,9 +60,14 @@ class StepInput:
         return bool((self.token_ids == ON_DEVICE).all())
 
     @property
+    def num_draws(self) -> int:
+        """Tokens from which a next one is drawn."""
+        return int(self.samples.sum())
+
+    @property
     def draws_everywhere(self) -> bool:
-        """Decodes alone: a next token is drawn from each token of the step."""
-        return len(self.token_ids) == len(self.starts) and bool(self.samples.all())
+        """From each token of the step a next one is drawn, as in a step of decodes alone."""
+        return self.num_draws == len(self.token_ids)
 
     @property
     def positions(self) -> np.ndarray:
