@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -20,7 +20,7 @@ from nanovllm.engine.build import build_engine_parts
 from nanovllm.engine.grammar import GrammarCompiler
 from nanovllm.engine.inputs import InputProcessor
 from nanovllm.engine.model_runner import StepResult
-from nanovllm.engine.request import Request, make_request, stop_checker
+from nanovllm.engine.request import Output, Request, make_request, stop_checker
 from nanovllm.engine.scheduler import Batch
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.engine.stop_tokens import StopTokens
@@ -226,18 +226,22 @@ class EngineLoop:
         request = self._requests[seq_id]
         return request.sequences[seq_id - request.request_id]
 
-    def _run(self, requests: list[Request], use_tqdm: bool) -> None:
-        """Step until all of `requests` are finished."""
-        left, num_ended = list(requests), -1
+    def _run(self, requests: list[Request], use_tqdm: bool) -> list[Output]:
+        """Step until all of `requests` are finished; their outputs, made while others' steps still run."""
+        outputs: dict[int, Output] = {}
+        left, num_ended = dict(enumerate(requests)), -1
         with Progress(len(requests), use_tqdm) as progress:
             while left:
-                batch, num_left = self._step_for(left), len(left)
+                batch, ended = self._step_for(left.values()), []
                 if self._num_ended != num_ended:  # by whatever thread
                     num_ended = self._num_ended
-                    left = [request for request in left if not request.finished]
-                progress.update(batch, num_left - len(left))
+                    ended = [i for i, request in left.items() if request.finished]
+                for i in ended:
+                    outputs[i] = left.pop(i).output()
+                progress.update(batch, len(ended))
+        return [outputs[i] for i in range(len(requests))]
 
-    def _step_for(self, requests: list[Request]) -> Batch:
+    def _step_for(self, requests: Collection[Request]) -> Batch:
         """One step, unless another thread's steps finished all of `requests`."""
         with self._open():
             return Batch([], []) if all(request.finished for request in requests) else self._step()

@@ -147,8 +147,7 @@ class LLMEngine(EngineLoop):
                 with collector_off():
                     self._enqueue_all(self._checked(prompts, sampling_params), requests, together=True)
                     run.enter_context(collector_frozen())  # first: switched on again, it would look at all of it
-                self._run(requests, use_tqdm)
-            return [request.output() for request in requests]
+                return self._run(requests, use_tqdm)
         except BaseException:
             self._abandoned.extend(requests)  # nothing of this call may be answered in the next
             raise

@@ -13,13 +13,14 @@ class Progress:
     INTERVAL = 0.5  # seconds between updates of the rates
 
     def __init__(self, total: int, enabled: bool):
-        self._bar = tqdm(total=total, desc="Generating", unit="prompt", dynamic_ncols=True, disable=not enabled)
+        # Even a disabled bar takes most of a millisecond to make.
+        self._bar = tqdm(total=total, desc="Generating", unit="prompt", dynamic_ncols=True) if enabled else None
         self._since = time.perf_counter()
         self._prefill = self._decode = 0
 
     def update(self, batch: Batch, num_finished: int) -> None:
         """Count a step and the prompts that it finished."""
-        if self._bar.disable:
+        if self._bar is None:
             return
         self._decode += batch.num_decode_tokens
         self._prefill += batch.num_tokens - batch.num_decode_tokens
@@ -35,4 +36,5 @@ class Progress:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._bar.close()
+        if self._bar is not None:
+            self._bar.close()
