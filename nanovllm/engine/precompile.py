@@ -40,9 +40,11 @@ def compile_kernels(runner: ModelRunner, limits: Limits, use_graphs: bool) -> No
     with few_layers(runner.model):
         noted = _without_running(lambda: _go_through_steps(runner, limits, use_graphs))
     threads = min(MAX_THREADS, os.cpu_count() or 1)
-    with ThreadPoolExecutor(threads) as pool, triton.AsyncCompileMode(pool):
-        for kernel, specialization in noted:
-            kernel.preload(specialization)
+    with ThreadPoolExecutor(threads, initializer=torch.cuda.set_device, initargs=(runner.device,)) as pool:
+        with triton.AsyncCompileMode(pool):
+            kernels = [kernel.preload(specialization) for kernel, specialization in noted]
+        # Reading it makes what launches a kernel, for which Triton may call the C compiler, and loads both.
+        list(pool.map(lambda kernel: kernel.result().run, kernels))
     logger.info("%d kernels compiled or loaded in %.1f s", len(noted), time.perf_counter() - start)
 
 

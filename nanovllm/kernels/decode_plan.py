@@ -17,7 +17,6 @@ from nanovllm.kernels.shared_prefixes import SharedPrefixes
 # window), or the first of the sequence's shared parts and their number
 ITEM_FIELDS = 8
 PROGRAMS_PER_CORE = 2  # of a wave, a multiprocessor: one reads too slowly, more cut splits whose merging costs more
-MANY = 2  # waves
 MIN_SPLIT = 256  # keys, where there are work items enough: merging costs more than uneven lengths
 SPREAD = 2  # work items a sequence, beyond the one wave, that even out lengths
 
@@ -195,7 +194,7 @@ class DecodePlan:
             shared.parts if shared else rows,
             batch,
             self.max_items(batch, shared is not None, sparse),
-            int(MANY * self.wave),
+            2 * self.wave,
             MIN_SPLIT,
             self.capacity,
             GRAIN=self.grain,
