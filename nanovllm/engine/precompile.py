@@ -43,7 +43,7 @@ def compile_kernels(runner: ModelRunner, limits: Limits, use_graphs: bool) -> No
     with ThreadPoolExecutor(threads, initializer=torch.cuda.set_device, initargs=(runner.device,)) as pool:
         with triton.AsyncCompileMode(pool):
             kernels = [kernel.preload(specialization) for kernel, specialization in noted]
-        # Reading it makes what launches a kernel, for which Triton may call the C compiler, and loads both.
+        # `run` is made when it is read: what launches the kernel, for which Triton may call the C compiler.
         list(pool.map(lambda kernel: kernel.result().run, kernels))
     logger.info("%d kernels compiled or loaded in %.1f s", len(noted), time.perf_counter() - start)
 

@@ -79,15 +79,13 @@ def _decode_kernel(
     that the pass over shared prefixes has left are merged in. `scales_ptr`: of a cache in float8, see `fp8_kv`.
     SOFTCAP: None, or the cap.
     """
-    # What the launch before this one wrote is read, and anything is written, only after the wait. The work list and the
-    # block tables are older: they are read meanwhile. The pass over shared prefixes waited for all but its own parts,
-    # which are read at the end.
+    # Before the wait only what is older than the launch before this one is read, and nothing is written: the work list
+    # and block tables, with SHARED all but that launch's parts (from L2: the L1 cache may be older than its own wait).
     WAIT_FIRST: tl.constexpr = PDL and not SHARED
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     kv_head = tl.program_id(0)
     item = tl.program_id(1)
-    # What is loaded before the wait comes from L2: the L1 cache may be older than what was waited for.
     CACHE: tl.constexpr = ".cg" if SHARED else ""
     if SPARSE:  # noqa: SIM102  # many programs have nothing to do: they leave before they load what the others need
         if item >= tl.load(count_ptr, cache_modifier=CACHE):
@@ -192,10 +190,8 @@ def _decode_kernel(
             for part in tl.range(0, shared, num_stages=NUM_STAGES):
                 slot = first_part + part * NUM_KV_HEADS * GROUP
                 sums = tl.load(lse_ptr + slot, mask=member < GROUP, other=0.0, cache_modifier=".cg")
-                parts = tl.load(
-                    partial_ptr + slot[:, None].to(tl.int64) * HEAD_DIM + dims[None, :],
-                    mask=mask, other=0.0, cache_modifier=".cg",
-                )  # fmt: skip
+                part_ptrs = partial_ptr + slot[:, None].to(tl.int64) * HEAD_DIM + dims[None, :]
+                parts = tl.load(part_ptrs, mask=mask, other=0.0, cache_modifier=".cg")
                 new_max = tl.maximum(row_max, sums)
                 rescale = tl.exp2(row_max - new_max)
                 weights = tl.exp2(sums - new_max)
@@ -266,8 +262,7 @@ def paged_decode(
     softcap: soft cap of the scores (`softcap.soft_cap`); None: none
     sparse: as `plan.update` was told
     config: `tile_config`'s, for tuning
-    Returns [batch, num_q_heads, head_dim], contiguous, of q's dtype; zeros for a sequence of context length 0, or
-    nothing, if sparse.
+    Returns [batch, num_q_heads, head_dim], contiguous, of q's dtype; zeros for an empty sequence, or nothing, if sparse.
     """
     batch, num_q_heads, head_dim = q.shape
     _, block_size, num_kv_heads, _ = k_cache.shape

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine.request import Request
 from nanovllm.kernels.reference import gumbel_noise
 from tests.helpers import reference_greedy, save_random_model, save_tokenizer, small_config
 
@@ -185,6 +186,21 @@ def test_requests_one_by_one(llm, reference):
     assert finished == {seq_id: reference_greedy(reference, [4, 5, n], n) for seq_id, n in ids.items()}
     assert processed == [6, 2, 1, 1]
     assert llm.step() == ([], 0)
+
+
+def test_outputs_are_made_while_others_run(llm, monkeypatch):
+    left, make = [], Request.output
+    monkeypatch.setattr(Request, "output", lambda request: (left.append(len(llm.scheduler.running)), make(request))[1])
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (9, 1, 5)]
+    outs = llm.generate([[7, 8], [9], [7, 9]], params, use_tqdm=False)
+    assert left == [2, 1, 0]
+    assert [len(out["token_ids"]) for out in outs] == [9, 1, 5]
+
+
+def test_ids_of_other_integer_types_become_plain_ones(llm):
+    out = llm.generate([[np.int64(7), 8, np.uint8(1)]], GREEDY, use_tqdm=False)[0]
+    assert out["prompt_token_ids"] == [7, 8, 1]
+    assert {type(token_id) for token_id in out["prompt_token_ids"]} == {int}
 
 
 def test_generate_leaves_requests_of_others_to_step(llm, reference):
