@@ -262,7 +262,7 @@ def paged_decode(
     softcap: soft cap of the scores (`softcap.soft_cap`); None: none
     sparse: as `plan.update` was told
     config: `tile_config`'s, for tuning
-    Returns [batch, num_q_heads, head_dim], contiguous, of q's dtype; zeros for an empty sequence, or nothing, if sparse.
+    Returns [batch, num_q_heads, head_dim], contiguous, in q's dtype. Empty sequences get zeros or, if sparse, nothing.
     """
     batch, num_q_heads, head_dim = q.shape
     _, block_size, num_kv_heads, _ = k_cache.shape
